@@ -92,7 +92,7 @@ def make_tokenizer(path: Path) -> None:
 def randomise_weights(model: torch.nn.Module, seed: int) -> None:
     """Draw weights large enough that greedy output wanders with the context instead of falling into one token.
 
-    A matrix has deviation gain / sqrt(fan_in), so activations keep their size; queries and keys get more, so attention is peaky.
+    A matrix has deviation gain / sqrt(fan_in), so activations keep their size; queries and keys get more: peaky attention.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
