@@ -44,7 +44,7 @@ class EngineArgs:
     max_num_batched_tokens: int | None = None  # query tokens in one step; cpu 512, cuda 2048
     long_prefill_token_threshold: int = 0  # a prompt's share of one step, tokens; 0: the whole budget
     enable_chunked_prefill: bool = True  # False: a prompt is computed in one step or not at all
-    scheduling_policy: SchedulingPolicy = "fcfs"
+    scheduling_policy: SchedulingPolicy = "fcfs"  # priority: a lower number is more urgent, and preempts
     block_size: int = 16  # tokens in one KV block; a power of two, 8 and up
     num_kv_blocks: int | None = None  # device blocks; fitted to memory by default
     gpu_memory_utilization: float | None = None  # share of available memory for the engine; cuda 0.9, cpu 0.5

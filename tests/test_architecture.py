@@ -1,0 +1,137 @@
+"""The contracts of docs/architecture.md that are not kernels: statuses, import rules, configuration."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from pyengine.config import EngineArgs, EngineConfig, HardwareInfo, ModelArchConfig, kv_bytes_per_block, resolve, resolve_load
+from pyengine.errors import ALL_ERRORS, ConfigError, PyEngineError
+
+ROOT = Path(__file__).parents[1]
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+
+ARCH = ModelArchConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=1000,
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    max_position_embeddings=1024,
+    rms_norm_eps=1e-5,
+    dtype="float32",
+)
+MACHINE = HardwareInfo(has_cuda=False, available_memory=8 * 1024**3, num_cores=2)
+
+
+def test_error_table_matches_the_classes() -> None:
+    section = ARCHITECTURE.split("## Errors and statuses")[1].split("\n## ")[0]
+    listed: dict[str, tuple[str, str]] = {}
+    for row in re.findall(r"^\| (`.*?) \| (\w+) \| (\d+) \|$", section, flags=re.M):
+        listed.update(dict.fromkeys(re.findall(r"`(\w+)", row[0]), (row[1], row[2])))
+    at_start = {"ConfigError", "ModelLoadError"}
+    expected = {e.__name__: (e.grpc_status, str(e.http_status)) for e in ALL_ERRORS if e.__name__ not in at_start}
+    assert listed == expected
+    assert all(name in section for name in at_start)
+
+
+def test_every_error_is_listed_once() -> None:
+    def descendants(cls: type) -> set[type]:
+        return {c for child in cls.__subclasses__() for c in {child} | descendants(child)}
+
+    assert descendants(PyEngineError) == set(ALL_ERRORS)
+
+
+def test_imports_go_one_way() -> None:
+    result = subprocess.run(
+        [Path(sys.executable).parent / "lint-imports"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_files_named_in_the_life_of_a_request_exist() -> None:
+    life = ARCHITECTURE.split("## The life of one request")[1].split("\n## ")[0]
+    names = set(re.findall(r"`((?:\w+/)+\w*(?:\.py)?|\w+\.py)`", life))
+    assert len(names) > 12
+    for name in names:
+        candidates = [ROOT / name, *(ROOT / "pyengine" / part / name for part in ("", "engine", "worker"))]
+        assert any(path.exists() for path in candidates), name
+
+
+def test_library_import_needs_no_server_packages() -> None:
+    """`LLM` itself needs only torch, transformers, safetensors and numpy."""
+    code = (
+        "import sys, pyengine\n"
+        "from pyengine import LLM, SamplingParams\n"
+        "bad = {'grpc', 'google.protobuf', 'gguf', 'fastapi', 'uvicorn'} & set(sys.modules)\n"
+        "assert not bad, bad\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=120)
+
+
+def resolved(**changes: object) -> EngineConfig:
+    return resolve(EngineArgs(**changes), "model", ARCH, MACHINE)  # type: ignore[arg-type]
+
+
+def test_pool_is_capped_by_what_the_sequences_can_use() -> None:
+    config = resolved(max_num_seqs=4, max_model_len=100, block_size=16)
+    assert config.cache.num_blocks == 4 * 7
+
+
+def test_pool_is_a_share_of_memory() -> None:
+    block = kv_bytes_per_block(ARCH, 16, "float32")
+    machine = HardwareInfo(has_cuda=False, available_memory=100 * block, num_cores=2)
+    config = resolve(EngineArgs(gpu_memory_utilization=0.25), "model", ARCH, machine)
+    assert config.cache.num_blocks == 25
+    assert any("fewer than max_model_len" in note for note in config.notes)
+
+
+def test_rule_15_default_flags_resolve_on_a_small_machine() -> None:
+    machine = HardwareInfo(has_cuda=False, available_memory=2**26, num_cores=1)
+    config = resolve(EngineArgs(), "model", ARCH, machine)
+    assert config.cache.num_blocks > 0
+    assert config.notes
+
+
+@pytest.mark.parametrize(
+    ("flags", "field"),
+    [
+        ({"block_size": 12}, "block_size"),
+        ({"block_size": 4}, "block_size"),
+        ({"max_model_len": 2048}, "max_model_len"),
+        ({"max_model_len": 0}, "max_model_len"),
+        ({"max_num_seqs": -1}, "max_num_seqs"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
+        ({"swap_space": float("nan")}, "swap_space"),
+        ({"device": "tpu"}, "device"),
+        ({"device": "cuda"}, "device"),
+        ({"preemption_mode": "later"}, "preemption_mode"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"max_num_batched_tokens": 8, "max_num_seqs": 16}, "max_num_batched_tokens"),
+        ({"max_num_batched_tokens": 512, "enable_chunked_prefill": False}, "max_num_batched_tokens"),
+    ],
+)
+def test_a_wrong_flag_is_named(flags: dict[str, object], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolved(**flags)
+    assert caught.value.field == field
+
+
+def test_load_and_final_configuration_agree() -> None:
+    args = EngineArgs(dtype="bfloat16", num_threads=3)
+    load, config = resolve_load(args, ARCH, MACHINE), resolve(args, "model", ARCH, MACHINE)
+    assert (load.device, load.dtype, load.num_threads) == (config.device.device, config.model.dtype, config.device.num_threads)
+
+
+def test_every_flag_is_documented_where_it_stands() -> None:
+    source = (ROOT / "pyengine" / "config.py").read_text()
+    for f in fields(EngineArgs):
+        assert re.search(rf"^    {f.name}: .*  # \w", source, flags=re.M), f"{f.name} has no comment in EngineArgs"
