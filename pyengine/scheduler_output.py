@@ -22,6 +22,7 @@ class NewRequestData:
     block_ids: list[int]  # the block table, in order
     num_computed_tokens: int  # tokens whose KV is in those blocks already
     stop_token_ids: frozenset[int]  # end-of-sequence and stop ids; masked while fewer than min_tokens are generated
+    bad_words_token_ids: list[list[int]] = field(default_factory=list)  # SamplingParams.bad_words, tokenised
 
 
 @dataclass(slots=True)
