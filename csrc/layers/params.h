@@ -51,4 +51,13 @@ struct LinearParams {
 };
 constexpr int kLinearPanel = 16;
 
+// packed[p][k][j] = weight[16 p + j][k], zero where 16 p + j reaches past the last row.
+struct PackLinearParams {
+  void* packed;        // [ceil(out_features / 16), in_features, 16], dtype
+  const void* weight;  // [out_features, in_features], dtype
+  int64_t weight_stride;
+  int32_t in_features, out_features;
+  DType dtype;
+};
+
 }  // namespace pyengine

@@ -1,0 +1,19 @@
+// parallel_for for kernel sources: a call per instruction set, so that no template code is shared between them.
+#pragma once
+#include <type_traits>
+
+#include "thread_pool.h"
+
+namespace pyengine::cpu {
+namespace PE_ISA {
+
+// fn(int64_t tile, int thread) for each tile in [0, num_tiles); see run_tiles.
+template <class Fn>
+inline void parallel_for(int64_t num_tiles, const Fn& fn) {
+  run_tiles(
+      num_tiles, [](void* context, int64_t tile, int thread) { (*static_cast<const Fn*>(context))(tile, thread); },
+      const_cast<void*>(static_cast<const void*>(&fn)));
+}
+
+}  // namespace PE_ISA
+}  // namespace pyengine::cpu

@@ -1,0 +1,89 @@
+#include "context_switch.h"
+
+#include <cstdint>
+#include <cstring>
+
+namespace pyengine::emulation {
+
+#if defined(__x86_64__)
+asm(R"(
+.text
+.globl pyengine_emulation_switch
+.hidden pyengine_emulation_switch
+.type pyengine_emulation_switch,@function
+pyengine_emulation_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp,(%rdi)
+  movq %rsi,%rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+.size pyengine_emulation_switch,.-pyengine_emulation_switch
+)");
+
+void* make_stack(char* base, size_t bytes, void (*entry)()) {
+  // System V ABI: on entry to a function the stack pointer is 8 below a multiple of 16.
+  uintptr_t top = (reinterpret_cast<uintptr_t>(base) + bytes) & ~uintptr_t(15);
+  void** p = reinterpret_cast<void**>(top - 8);
+  *--p = reinterpret_cast<void*>(entry);
+  for (int i = 0; i < 6; i++) *--p = nullptr;
+  return p;
+}
+#elif defined(__aarch64__)
+asm(R"(
+.text
+.globl pyengine_emulation_switch
+.hidden pyengine_emulation_switch
+.type pyengine_emulation_switch,%function
+pyengine_emulation_switch:
+  sub sp, sp, #160
+  stp x19, x20, [sp, #0]
+  stp x21, x22, [sp, #16]
+  stp x23, x24, [sp, #32]
+  stp x25, x26, [sp, #48]
+  stp x27, x28, [sp, #64]
+  stp x29, x30, [sp, #80]
+  stp d8, d9, [sp, #96]
+  stp d10, d11, [sp, #112]
+  stp d12, d13, [sp, #128]
+  stp d14, d15, [sp, #144]
+  mov x9, sp
+  str x9, [x0]
+  mov sp, x1
+  ldp x19, x20, [sp, #0]
+  ldp x21, x22, [sp, #16]
+  ldp x23, x24, [sp, #32]
+  ldp x25, x26, [sp, #48]
+  ldp x27, x28, [sp, #64]
+  ldp x29, x30, [sp, #80]
+  ldp d8, d9, [sp, #96]
+  ldp d10, d11, [sp, #112]
+  ldp d12, d13, [sp, #128]
+  ldp d14, d15, [sp, #144]
+  add sp, sp, #160
+  ret
+.size pyengine_emulation_switch,.-pyengine_emulation_switch
+)");
+
+void* make_stack(char* base, size_t bytes, void (*entry)()) {
+  constexpr int kFrame = 160, kLinkRegister = 11;  // x30 is the twelfth word of the frame
+  uintptr_t top = (reinterpret_cast<uintptr_t>(base) + bytes) & ~uintptr_t(15);
+  void** p = reinterpret_cast<void**>(top - kFrame);
+  std::memset(p, 0, kFrame);
+  p[kLinkRegister] = reinterpret_cast<void*>(entry);
+  return p;
+}
+#else
+#error "the emulation layer's context switch is written for x86-64 and 64-bit Arm"
+#endif
+
+}  // namespace pyengine::emulation
