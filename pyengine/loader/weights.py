@@ -1,0 +1,80 @@
+"""From a checkpoint to a model that can run: builds it, checks every name and shape first, then streams the tensors in."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from pyengine.config import LoadConfig
+from pyengine.errors import ModelLoadError
+from pyengine.loader.base import Checkpoint
+from pyengine.models.interfaces import CausalLM
+from pyengine.models.registry import create_model
+from pyengine.ops import Ops
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_model(checkpoint: Checkpoint, load_config: LoadConfig, ops: Ops) -> CausalLM:
+    """Build the checkpoint's model and load its weights, one tensor at a time, with a progress bar on a terminal.
+
+    Peak memory is one copy of the weights and one (merged) tensor.
+
+    Args:
+        checkpoint: an open checkpoint.
+        load_config: device and dtype.
+        ops: the device's kernels.
+
+    Raises:
+        ModelLoadError: one line naming the file, and the tensor that is missing, unknown, mis-shaped or unreadable.
+    """
+    scheme = load_config.quantization
+    if scheme is not None and scheme != checkpoint.arch.quantization:
+        found = checkpoint.arch.quantization or "none"
+        raise ModelLoadError(f"{checkpoint.path}: quantization {scheme!r} was asked for, but the checkpoint's is {found}")
+    device = torch.device("cuda" if load_config.device == "cuda" else "cpu")
+    started = time.monotonic()
+    try:
+        model = create_model(checkpoint.arch, ops=ops, dtype=_DTYPES[load_config.dtype], device=device)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{checkpoint.path}: {error}") from error
+    check_tensors(checkpoint, model)
+    model.load_weights(_with_progress(checkpoint))
+    count, seconds = len(checkpoint.tensor_infos), time.monotonic() - started
+    logger.info("loaded %d tensors of %s as %s in %.2f s", count, checkpoint.name, load_config.dtype, seconds)
+    return model
+
+
+def check_tensors(checkpoint: Checkpoint, model: CausalLM) -> None:
+    """Compare names and shapes in the checkpoint's headers with what the model wants.
+
+    Raises:
+        ModelLoadError: naming file and tensor.
+    """
+    shapes, infos = model.weight_shapes(), checkpoint.tensor_infos
+    architecture = checkpoint.arch.architecture
+    for name, info in infos.items():
+        if name not in shapes:
+            if not model.ignores_weight(name):
+                raise ModelLoadError(f"{info.file}: tensor {name} does not belong to {architecture} as configured")
+        elif info.shape != shapes[name]:
+            raise ModelLoadError(f"{info.file}: tensor {name} has shape {list(info.shape)}, not {list(shapes[name])}")
+    missing = [name for name in shapes if name not in infos]
+    if missing:
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise ModelLoadError(f"{checkpoint.path}: tensor {missing[0]} is missing{more}")
+
+
+def _with_progress(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+    from tqdm import tqdm
+
+    # disable=None: no bar where stderr is not a terminal, so that logs stay readable.
+    yield from tqdm(
+        checkpoint.tensors(), total=len(checkpoint.tensor_infos), desc="Loading weights", unit="tensor", disable=None
+    )

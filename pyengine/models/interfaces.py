@@ -1,0 +1,43 @@
+"""What the worker asks of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from pyengine.layers.attention_metadata import AttentionMetadata, LayerKVCache
+
+
+class CausalLM(Protocol):
+    """A decoder that turns a batch of tokens into hidden states, and some of those into logits."""
+
+    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Name (Hugging Face's) and shape of every tensor that `load_weights` must get."""
+
+    def ignores_weight(self, name: str) -> bool:
+        """Whether a checkpoint may hold this tensor though the model has no use for it."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy every tensor into its place; each may be dropped as soon as it was taken.
+
+        Raises:
+            ModelLoadError: naming the tensor that is unknown, mis-shaped or missing.
+        """
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, kv_caches: Sequence[LayerKVCache], metadata: AttentionMetadata
+    ) -> Tensor:
+        """Run the layers.
+
+        Args:
+            input_ids, positions: int64 [num_tokens].
+            kv_caches: one for each layer.
+
+        Returns:
+            Hidden states [num_tokens, hidden_size], after the last norm.
+        """
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """hidden [num_rows, hidden_size] -> fp32 [num_rows, vocab_size]."""
