@@ -1,0 +1,93 @@
+// Op schemas and module initialisation, nothing else. Built twice: into _C, and with PE_EMULATED into _emulated.
+#include <pybind11/pybind11.h>
+#include <torch/csrc/stable/library.h>
+
+#include "cpu/features.h"
+#include "cpu/kernel_table.h"
+#include "cpu/thread_pool.h"
+
+namespace {
+
+void define_schemas(torch::stable::detail::StableLibrary& m) {
+  m.def(
+      "reshape_and_cache(Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
+      "Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None) -> ()");
+  m.def(
+      "paged_attention(Tensor(a!) out, Tensor query, Tensor k_cache, Tensor v_cache, Tensor block_table, "
+      "Tensor query_start_loc, Tensor seq_lens, int max_query_len, int max_seq_len, float scale, int sliding_window=0, "
+      "float logit_softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None, "
+      "Tensor(b!)? lse=None, Tensor? plan=None, Tensor(c!)? workspace=None) -> ()");
+  m.def("copy_blocks(Tensor(a!) pool, Tensor block_mapping) -> ()");
+  m.def("swap_blocks(Tensor src, Tensor(a!) dst, Tensor block_mapping) -> ()");
+  m.def("rms_norm(Tensor(a!) out, Tensor input, Tensor weight, float epsilon) -> ()");
+  m.def("fused_add_rms_norm(Tensor(a!) input, Tensor(b!) residual, Tensor weight, float epsilon) -> ()");
+  m.def("rotary_embedding(Tensor positions, Tensor(a!) query, Tensor(b!)? key, Tensor cos_sin_cache, bool is_neox=True) -> ()");
+  m.def("silu_and_mul(Tensor(a!) out, Tensor input) -> ()");
+  m.def("gelu_and_mul(Tensor(a!) out, Tensor input, bool tanh_approximation=True) -> ()");
+#if !defined(PE_EMULATED)
+  m.def("pack_linear_weight(Tensor(a!) packed, Tensor weight) -> ()");
+  m.def("linear(Tensor(a!) out, Tensor input, Tensor packed_weight, Tensor? bias=None) -> ()");
+#endif
+}
+
+}  // namespace
+
+#if defined(PE_EMULATED)
+
+STABLE_TORCH_LIBRARY(pyengine_emulated, m) { define_schemas(m); }
+
+PYBIND11_MODULE(_emulated, m) {
+  m.doc() = "The CUDA kernels' sources, run on the CPU. Importing it registers the ops of pyengine_emulated.";
+}
+
+#else
+
+STABLE_TORCH_LIBRARY(pyengine, m) { define_schemas(m); }
+
+namespace {
+
+namespace py = pybind11;
+namespace cpu = pyengine::cpu;
+
+py::dict cpu_features() {
+  const cpu::Features& f = cpu::features();
+  py::dict d;
+  d["avx2"] = f.avx2;
+  d["avx512"] = f.avx512;
+  d["avx512_vnni"] = f.avx512_vnni;
+  d["avx512_bf16"] = f.avx512_bf16;
+  d["amx_int8"] = f.amx_int8;
+  d["amx_bf16"] = f.amx_bf16;
+  return d;
+}
+
+py::list isa_names(bool supported_only) {
+  const cpu::IsaEntry* entries;
+  const int n = cpu::isa_entries(&entries);
+  py::list names;
+  for (int i = 0; i < n; i++) {
+    if (entries[i].supported || !supported_only) names.append(entries[i].name);
+  }
+  return names;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Compiled core: importing it registers the ops of namespace pyengine.";
+  m.def("cpu_features", &cpu_features, "What this machine's CPU and operating system offer, by name.");
+  m.def("isas", [] { return isa_names(false); }, "Instruction sets that this build has kernels for, plainest first.");
+  m.def("supported_isas", [] { return isa_names(true); }, "Those of isas() that this machine can run.");
+  m.def("get_isa", &cpu::current_isa, "The instruction set whose kernels run.");
+  m.def("set_isa", &cpu::set_isa, py::arg("name"), "Force an instruction set. ValueError if unknown or not supported here.");
+  m.def("get_num_threads", &cpu::get_num_threads, "Threads of the CPU kernels' pool, the caller's included.");
+  m.def("set_num_threads", &cpu::set_num_threads, py::arg("num_threads"), py::call_guard<py::gil_scoped_release>(),
+        "Resize the pool; waits for the running op. ValueError below 1.");
+#if defined(PE_CUDA)
+  m.attr("has_cuda") = true;
+#else
+  m.attr("has_cuda") = false;
+#endif
+}
+
+#endif

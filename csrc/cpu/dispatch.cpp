@@ -1,0 +1,98 @@
+// Chooses one instruction set's kernel table, once.
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "features.h"
+#include "kernel_table.h"
+
+namespace pyengine::cpu {
+
+namespace scalar {
+extern const KernelTable kKernelTable;
+}
+#if defined(PE_HAVE_X86_ISAS)
+namespace avx2 {
+extern const KernelTable kKernelTable;
+}
+namespace avx512 {
+extern const KernelTable kKernelTable;
+}
+#endif
+
+namespace {
+
+struct IsaList {
+  IsaEntry entries[kMaxIsas];
+  int size;
+};
+
+const IsaList& isa_list() {
+  static const IsaList list = [] {
+    IsaList l{};
+    l.entries[l.size++] = {"scalar", &scalar::kKernelTable, true};
+#if defined(PE_HAVE_X86_ISAS)
+    l.entries[l.size++] = {"avx2", &avx2::kKernelTable, features().avx2};
+    l.entries[l.size++] = {"avx512", &avx512::kKernelTable, features().avx512};
+#endif
+    return l;
+  }();
+  return list;
+}
+
+const IsaEntry& find_isa(const char* name) {
+  const IsaList& list = isa_list();
+  std::string known;
+  for (int i = 0; i < list.size; i++) {
+    const IsaEntry& entry = list.entries[i];
+    if (strcmp(entry.name, name) == 0) {
+      if (!entry.supported)
+        throw std::invalid_argument(std::string("this machine does not support instruction set '") + name + "'");
+      return entry;
+    }
+    known += std::string(known.empty() ? "" : ", ") + entry.name;
+  }
+  throw std::invalid_argument(std::string("unknown instruction set '") + name + "' (this build has " + known + ")");
+}
+
+const IsaEntry& initial_isa() {
+  const char* forced = std::getenv("PYENGINE_CPU_ISA");
+  if (forced != nullptr && *forced != '\0') {
+    try {
+      return find_isa(forced);
+    } catch (const std::invalid_argument& error) {
+      throw std::invalid_argument(std::string("PYENGINE_CPU_ISA: ") + error.what());
+    }
+  }
+  const IsaList& list = isa_list();
+  int widest = 0;
+  for (int i = 0; i < list.size; i++) {
+    if (list.entries[i].supported) widest = i;
+  }
+  return list.entries[widest];
+}
+
+std::atomic<const IsaEntry*> forced_isa{nullptr};
+
+const IsaEntry& active_isa() {
+  static const IsaEntry& initial = initial_isa();
+  const IsaEntry* forced = forced_isa.load(std::memory_order_acquire);
+  return forced != nullptr ? *forced : initial;
+}
+
+}  // namespace
+
+int isa_entries(const IsaEntry** entries) {
+  *entries = isa_list().entries;
+  return isa_list().size;
+}
+
+const KernelTable& kernels() { return *active_isa().table; }
+
+const char* current_isa() { return active_isa().name; }
+
+void set_isa(const char* name) { forced_isa.store(&find_isa(name), std::memory_order_release); }
+
+}  // namespace pyengine::cpu

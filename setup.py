@@ -1,0 +1,64 @@
+"""Builds the extensions with CMake and ninja, against the torch of the environment. Everything else is in pyproject.toml."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+
+
+def require_torch() -> None:
+    if importlib.util.find_spec("torch") is None:
+        raise SystemExit(
+            "pyengine is built against the torch of this environment, and there is none.\n"
+            "Install one first (pip install torch), then: pip install --no-build-isolation ."
+        )
+
+
+def want_cuda() -> bool:
+    """PYENGINE_CUDA=1 or 0 decides; otherwise whether the installed torch has CUDA."""
+    choice = os.environ.get("PYENGINE_CUDA", "")
+    if choice not in ("", "0", "1"):
+        raise SystemExit(f"PYENGINE_CUDA must be 0 or 1, not {choice!r}")
+    if choice:
+        return choice == "1"
+    import torch
+
+    return torch.version.cuda is not None
+
+
+class CMakeBuild(build_ext):
+    """Runs CMake once for all extensions; it puts them where setuptools looks for them."""
+
+    def run(self) -> None:
+        require_torch()
+        # In place: a build folder that stays, so that only what changed is compiled.
+        build_dir = ROOT / "build" / "cmake" if self.inplace else Path(self.build_temp).resolve() / "cmake"
+        output_dir = Path(self.get_ext_fullpath("pyengine._C")).resolve().parent
+        build_dir.mkdir(parents=True, exist_ok=True)
+        output_dir.mkdir(parents=True, exist_ok=True)
+        configure = [
+            *("cmake", "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja"),
+            f"-DPython_EXECUTABLE={sys.executable}",
+            f"-DPYENGINE_OUTPUT_DIR={output_dir}",
+            f"-DPYENGINE_CUDA={'ON' if want_cuda() else 'OFF'}",
+        ]
+        environment = dict(os.environ)
+        if "CUDACXX" not in environment and shutil.which("nvcc") is None and Path("/usr/local/cuda/bin/nvcc").exists():
+            environment["CUDACXX"] = "/usr/local/cuda/bin/nvcc"
+        for command in (configure, ["cmake", "--build", str(build_dir)]):
+            status = subprocess.run(command, env=environment).returncode
+            if status != 0:
+                raise SystemExit(f"{' '.join(command[:2])} failed with status {status}; what went wrong stands above")
+
+
+# _emulated is built by the same CMake run, where the CUDA headers are found.
+setup(ext_modules=[Extension("pyengine._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
