@@ -3,11 +3,11 @@
     python benchmarks/serving.py --target 127.0.0.1:50051 --num-prompts 100 --request-rate 4 --out serving.png
     python benchmarks/serving.py --model MODEL --compare-static --num-prompts 300 --out static.png --max-num-seqs 64
 
-Arrivals do not wait for answers (open loop), so a server that falls behind shows it in its latencies; `--concurrency` bounds the
-requests in flight instead, `--request-rate inf` sends them all at once. Latencies are the client's: time to first token (TTFT)
-from the moment a request was due, time between messages with tokens (ITL, divided by the tokens they bring), end to end (E2E).
-With `--model` the benchmark starts the server itself (engine flags pass through); `--compare-static` then runs the same load against
-the same engine with static batching too, and prints the ratios.
+Arrivals do not wait for answers (open loop), so a server that falls behind shows it in its latencies; `--concurrency` bounds
+the requests in flight instead, `--request-rate inf` sends them all at once. Latencies are the client's: time to first token
+(TTFT) from the moment a request was due, time between messages with tokens (ITL, divided by the tokens they bring), end to end
+(E2E). With `--model` the benchmark starts the server itself (engine flags pass through); `--compare-static` then runs the same
+load against the same engine with static batching too, and prints the ratios.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from pathlib import Path
 
 import grpc
 from tqdm import tqdm
-from workloads import documentation
 
 from pyengine.server.proto import inference_pb2 as pb
 from pyengine.server.proto import inference_pb2_grpc as rpc
+
+from workloads import documentation
 
 PERCENTILES = (50, 90, 99)
 
@@ -238,10 +239,8 @@ def main() -> None:
     figures = {name: summarise(name, traces) for name, traces in results.items()}
     if flags.compare_static:
         a, b = figures["continuous"], figures["static"]
-        print(f"\ncontinuous / static: mean TTFT {a['ttft_mean_ms'] / b['ttft_mean_ms']:.2f}x", end=", ")
-        print(
-            f"requests/s {a['requests_per_s'] / b['requests_per_s']:.2f}x, tokens/s {a['tokens_per_s'] / b['tokens_per_s']:.2f}x"
-        )
+        names = {"mean TTFT": "ttft_mean_ms", "requests/s": "requests_per_s", "tokens/s": "tokens_per_s"}
+        print("\ncontinuous / static: " + ", ".join(f"{name} {a[key] / b[key]:.2f}x" for name, key in names.items()))
     flags.out.with_suffix(".json").write_text(json.dumps(figures, indent=2))
     plot(results, flags.out)
 
