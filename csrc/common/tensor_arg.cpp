@@ -32,16 +32,20 @@ std::optional<DType> to_dtype(ScalarType type) {
 
 }  // namespace
 
-TensorArg::TensorArg(const char* op, const char* name, const Tensor& tensor, int64_t rank)
-    : op_(op), name_(name), rank_(tensor.dim()) {
-  if (rank_ != rank) fail("must have " + count(rank) + " dimensions, not " + count(rank_));
+TensorArg::TensorArg(const char* op, const char* name, const Tensor& tensor) : op_(op), name_(name), rank_(tensor.dim()) {
+  if (rank_ < 1) fail("must have at least one dimension");
   data_ = tensor.data_ptr();
   sizes_ = tensor.sizes().data();
   strides_ = tensor.strides().data();
   scalar_type_ = tensor.scalar_type();
+  element_size_ = static_cast<int64_t>(tensor.element_size());
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &device_type_));
   device_index_ = tensor.get_device_index();
   on_cpu_ = device_type_ == aoti_torch_device_type_cpu();
+}
+
+TensorArg::TensorArg(const char* op, const char* name, const Tensor& tensor, int64_t rank) : TensorArg(op, name, tensor) {
+  if (rank_ != rank) fail("must have " + count(rank) + " dimensions, not " + count(rank_));
 }
 
 void TensorArg::fail(const std::string& message) const { fail_op(op_, std::string(name_) + " " + message); }
@@ -51,6 +55,12 @@ int32_t TensorArg::size32(int dim, const char* what) const {
     fail("has " + std::string(what) + " " + count(sizes_[dim]) + ", kernels take at most 2147483647");
   }
   return static_cast<int32_t>(sizes_[dim]);
+}
+
+int64_t TensorArg::bytes_per_row() const {
+  int64_t bytes = element_size_;
+  for (int64_t dim = 1; dim < rank_; dim++) bytes *= sizes_[dim];
+  return bytes;
 }
 
 DType TensorArg::float_dtype(std::initializer_list<DType> allowed) const {

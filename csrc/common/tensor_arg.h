@@ -18,6 +18,7 @@ using OptionalTensor = std::optional<Tensor>;
 // A tensor's metadata, fetched once, with its op's and its own name. Valid as long as the tensor is.
 class TensorArg {
  public:
+  TensorArg(const char* op, const char* name, const Tensor& tensor);  // of any rank from 1 up
   TensorArg(const char* op, const char* name, const Tensor& tensor, int64_t rank);
 
   const char* op() const { return op_; }
@@ -25,6 +26,7 @@ class TensorArg {
   int64_t size(int dim) const { return sizes_[dim]; }
   int32_t size32(int dim, const char* what) const;  // of a dimension that kernels count in 32 bits
   int64_t stride(int dim) const { return strides_[dim]; }
+  int64_t bytes_per_row() const;  // of one index of the first dimension
   bool on_cpu() const { return on_cpu_; }
   int32_t device_index() const { return device_index_; }
 
@@ -51,7 +53,7 @@ class TensorArg {
   void* data_;
   const int64_t* sizes_;
   const int64_t* strides_;
-  int64_t rank_;
+  int64_t rank_, element_size_;
   torch::headeronly::ScalarType scalar_type_;
   int32_t device_type_, device_index_;
   bool on_cpu_;
