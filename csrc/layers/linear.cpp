@@ -14,7 +14,6 @@ void expect_panels(const TensorArg& packed, int64_t out_features, const char* ot
 }
 
 // packed [ceil(out_features / 16), in_features, 16]; weight [out_features, in_features]
-template <Target target>
 void pack_linear_weight(Tensor packed, const Tensor weight) {
   const char* op = "pack_linear_weight";
   const TensorArg packed_arg(op, "packed", packed, 3), weight_arg(op, "weight", weight, 2);
@@ -31,11 +30,10 @@ void pack_linear_weight(Tensor packed, const Tensor weight) {
   p.packed = packed_arg.data();
   p.weight = weight_arg.data();
   p.weight_stride = weight_arg.stride(0);
-  if (p.out_features > 0 && p.in_features > 0) PE_LAUNCH(pack_linear_weight, p, packed_arg);
+  if (p.out_features > 0 && p.in_features > 0) check_launch(op, cpu::kernels().pack_linear_weight(p));
 }
 
 // out [num_tokens, out_features]; input [num_tokens, in_features]; packed_weight as above; bias [out_features]
-template <Target target>
 void linear(Tensor out, const Tensor input, const Tensor packed_weight, OptionalTensor bias) {
   const char* op = "linear";
   const TensorArg out_arg(op, "out", out, 2), input_arg(op, "input", input, 2),
@@ -69,12 +67,12 @@ void linear(Tensor out, const Tensor input, const Tensor packed_weight, Optional
   p.weight = weight_arg.data();
   p.out_stride = out_arg.stride(0);
   p.input_stride = input_arg.stride(0);
-  if (p.num_tokens > 0 && p.out_features > 0) PE_LAUNCH(linear, p, out_arg);
+  if (p.num_tokens > 0 && p.out_features > 0) check_launch(op, cpu::kernels().linear(p));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pyengine, CPU, library) {
-  library.impl("pack_linear_weight", TORCH_BOX(&pack_linear_weight<Target::kCpu>));
-  library.impl("linear", TORCH_BOX(&linear<Target::kCpu>));
+  library.impl("pack_linear_weight", TORCH_BOX(&pack_linear_weight));
+  library.impl("linear", TORCH_BOX(&linear));
 }
 
 }  // namespace
