@@ -1,0 +1,82 @@
+"""`python -m pyengine.server`: see `--help`."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from pyengine.config import EngineArgs
+from pyengine.errors import ConfigError, PyEngineError
+from pyengine.server.flags import LOG_LEVELS, parse_flags
+
+if TYPE_CHECKING:
+    from pyengine.server.engine_client import EngineClient
+    from pyengine.server.lifecycle import InferenceServer
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until a signal.
+
+    Returns:
+        The exit code: 0 after a signal; 1, and one line on stderr, if the server cannot start; 1 if its engine fails.
+    """
+    try:
+        engine_args, server_args = parse_flags(argv)
+        _configure_logging(server_args.log_level or os.environ.get("PYENGINE_LOG_LEVEL") or "info")
+        # Only now that the flags are known to be right: torch and grpc take seconds to import.
+        from pyengine.server.lifecycle import LOADER_THREAD, InferenceServer, run
+
+        async def serve() -> int:
+            server = InferenceServer(server_args, _engine_factory(engine_args), importlib.metadata.version("pyengine"))
+            return await run(server, announce=_announce, stop_now=_stop_now)
+
+        code = asyncio.run(serve())
+    except PyEngineError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if any(thread.name == LOADER_THREAD for thread in threading.enumerate()):
+        _exit_now(code)  # stopped while it was loading, which a normal exit would have to wait for
+    return code
+
+
+def _engine_factory(args: EngineArgs) -> Callable[[], EngineClient]:
+    def make_engine() -> EngineClient:
+        from pyengine.engine.async_engine import AsyncLLMEngine
+        from pyengine.engine.llm_engine import LLMEngine
+
+        return AsyncLLMEngine(LLMEngine(args))
+
+    return make_engine
+
+
+def _announce(server: InferenceServer) -> None:
+    # Not a log line: whoever asked for port 0 needs it at any log level.
+    print(f"serving on {server.address}", file=sys.stderr, flush=True)
+
+
+def _configure_logging(level: str) -> None:
+    if level.lower() not in LOG_LEVELS:
+        raise ConfigError("PYENGINE_LOG_LEVEL", f"must be one of {', '.join(LOG_LEVELS)}, got {level!r}")
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+def _stop_now(number: int) -> None:
+    logging.getLogger(__name__).warning("second signal: stopping at once")
+    _exit_now(128 + number)
+
+
+def _exit_now(code: int) -> NoReturn:
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

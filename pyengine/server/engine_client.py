@@ -1,0 +1,59 @@
+"""What the servers ask of the engine. `AsyncLLMEngine` is the one implementation; tests have another."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, Protocol
+
+from pyengine.config import EngineConfig
+from pyengine.inputs import Prompt
+from pyengine.outputs import RequestOutput
+from pyengine.sampling_params import SamplingParams
+
+
+class EngineClient(Protocol):
+    """An engine that steps in a thread of its own. Every method is called from the server's event loop."""
+
+    @property
+    def config(self) -> EngineConfig: ...
+
+    @property
+    def errored(self) -> bool:
+        """Whether a step failed for good: nothing runs any more."""
+
+    @property
+    def has_tokenizer(self) -> bool: ...
+
+    @property
+    def has_chat_template(self) -> bool: ...
+
+    def start(self) -> None:
+        """Start the step thread."""
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        tenant: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """One request's outputs, as `params.output_kind` asks. Closing the generator aborts the request.
+
+        Raises:
+            PyEngineError: at the first or any later output.
+        """
+
+    async def abort(self, request_id: str) -> bool:
+        """Whether there was such a request. Its generator raises RequestCancelledError or ends with reason "abort"."""
+
+    async def tokenize(self, prompt: Prompt) -> list[int]: ...
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str: ...
+
+    def stats(self) -> dict[str, Any]: ...
+
+    def shutdown(self) -> None:
+        """Stop the step thread and release everything. Blocks; idempotent."""

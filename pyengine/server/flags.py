@@ -1,0 +1,167 @@
+"""The server's command line. Every field of `EngineArgs` and `ServerArgs` is a flag in vLLM's spelling, its help the field's
+comment in the source, so that a new field is a new flag with nothing to add here."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import MISSING, Field, dataclass, fields
+from typing import Any, Literal, NoReturn
+
+from pyengine.config import EngineArgs
+from pyengine.errors import ConfigError
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+LOG_LEVELS: tuple[str, ...] = typing.get_args(LogLevel)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerArgs:
+    """What a user may set of the server itself."""
+
+    host: str = "127.0.0.1"  # address to listen on; 0.0.0.0 or :: is every interface
+    port: int = 50051  # gRPC port; 0: a free one, which is printed
+    max_message_bytes: int = 4 * 2**20  # largest request or response message
+    max_concurrent_requests: int = 4096  # Generate and Complete calls in flight; more get RESOURCE_EXHAUSTED
+    shutdown_timeout: float = 30.0  # seconds that running requests get to finish after SIGTERM
+    trust_request_chat_template: bool = False  # let clients send chat templates, which are programs
+    log_level: LogLevel | None = None  # PYENGINE_LOG_LEVEL or info by default
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 2**16:
+            raise ConfigError("port", f"must be in [0, 65535], got {self.port}")
+        if not 1024 <= self.max_message_bytes < 2**31:
+            raise ConfigError("max_message_bytes", f"must be in [1024, {2**31 - 1}], got {self.max_message_bytes}")
+        if self.max_concurrent_requests < 1:
+            raise ConfigError("max_concurrent_requests", f"must be 1 or more, got {self.max_concurrent_requests}")
+        if not 0 <= self.shutdown_timeout < 1e6:
+            raise ConfigError("shutdown_timeout", f"must be 0 or more seconds, got {self.shutdown_timeout}")
+
+
+#: Help groups by field; a field that none names is listed under the last.
+_GROUPS: dict[str, tuple[str, ...]] = {
+    "Model": (
+        *("model", "tokenizer", "revision", "download_dir", "served_model_name", "skip_tokenizer_init", "chat_template"),
+        *("dtype", "quantization", "max_model_len", "seed"),
+    ),
+    "Device": ("device", "num_threads", "tensor_parallel_size"),
+    "KV cache": (
+        *("block_size", "num_kv_blocks", "gpu_memory_utilization", "swap_space", "kv_cache_dtype"),
+        *("enable_prefix_caching",),
+    ),
+    "Scheduling": (
+        *("max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill", "long_prefill_token_threshold"),
+        *("scheduling_policy", "preemption_mode", "static_batching"),
+    ),
+    "Engine": (),
+}
+
+
+_METAVARS = {str: "TEXT", int: "N", float: "X"}
+
+
+class _BooleanAction(argparse.BooleanOptionalAction):
+    """`--flag` and `--no-flag`. Up to Python 3.12 the base class adds the default to the help in its own way."""
+
+    def __init__(self, *, help: str, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.help = help
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line; the usage of this many flags would bury it."""
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def parse_flags(argv: Sequence[str] | None = None) -> tuple[EngineArgs, ServerArgs]:
+    """Parse the command line.
+
+    Raises:
+        ConfigError: for a value out of range; its `field` is the flag.
+    """
+    parser = make_parser()
+    values = vars(parser.parse_args(argv))
+    positional = values.pop("model_positional")
+    if positional is not None:
+        if values["model"] is not None:
+            parser.error("the model is given twice, as an argument and as --model")
+        values["model"] = positional
+    try:
+        engine = EngineArgs(**{f.name: values[f.name] for f in fields(EngineArgs)})
+        server = ServerArgs(**{f.name: values[f.name] for f in fields(ServerArgs)})
+    except ConfigError as error:
+        raise ConfigError(flag_name(error.field), error.message) from None
+    return engine, server
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m pyengine.server",
+        usage="%(prog)s [flags] [MODEL]",
+        description="Serves a model over gRPC: pyengine.v1.Inference, health checking and reflection.",
+        allow_abbrev=False,
+    )
+    # Not named "model": argparse would let the positional's default overwrite the flag's value.
+    parser.add_argument("model_positional", nargs="?", default=None, metavar="MODEL", help="the same as --model")
+    _add_flags(parser.add_argument_group("Server"), ServerArgs, fields(ServerArgs))
+    by_name = {f.name: f for f in fields(EngineArgs)}
+    grouped = {name for names in _GROUPS.values() for name in names}
+    for title, names in _GROUPS.items():
+        chosen = [by_name[name] for name in names]
+        if title == list(_GROUPS)[-1]:
+            chosen += [f for f in by_name.values() if f.name not in grouped]
+        _add_flags(parser.add_argument_group(title), EngineArgs, chosen)
+    return parser
+
+
+def flag_name(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def _add_flags(group: Any, owner: type, chosen: Sequence[Field[Any]]) -> None:
+    hints = typing.get_type_hints(owner)
+    comments = field_comments(owner)
+    for field in chosen:
+        if field.default is MISSING:
+            raise TypeError(f"{owner.__name__}.{field.name} has no default, so it cannot be a flag")
+        options: dict[str, Any] = {"default": field.default, "help": comments[field.name].replace("%", "%%")}
+        kind = _not_none(hints[field.name])
+        if kind is bool:
+            options["action"] = _BooleanAction
+        elif typing.get_origin(kind) is Literal:
+            options["choices"] = typing.get_args(kind)
+        else:
+            options |= {"type": kind, "metavar": _METAVARS[kind]}
+        if field.default is not None:
+            options["help"] += f" (default: {_shown(field.default)})"
+        group.add_argument(flag_name(field.name), **options)
+
+
+def _shown(default: Any) -> str:
+    return ("on" if default else "off") if isinstance(default, bool) else str(default)
+
+
+def _not_none(hint: Any) -> Any:
+    """`X` of `X | None`."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        (hint,) = (arg for arg in typing.get_args(hint) if arg is not types.NoneType)
+    return hint
+
+
+def field_comments(owner: type) -> dict[str, str]:
+    """The comment behind each field of a dataclass, from its source.
+
+    Raises:
+        TypeError: for a field without one.
+    """
+    source = inspect.getsource(owner)
+    comments = dict(re.findall(r"^    (\w+):[^#\n]*#[ ]*(.+)$", source, flags=re.MULTILINE))
+    for field in fields(owner):
+        if field.name not in comments:
+            raise TypeError(f"{owner.__name__}.{field.name} has no comment to serve as its flag's help")
+    return comments

@@ -1,0 +1,266 @@
+"""From bind to exit: the port is taken first, then the model is loaded, then a step is run, and only then is the server ready.
+
+LOADING  --warm-up step-->  SERVING  --signal-->  DRAINING  --idle, or the timeout-->  STOPPED
+                               \\--a step fails for good-->  FAILED
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from pyengine.errors import UnavailableError
+from pyengine.inputs import TokensPrompt
+from pyengine.sampling_params import RequestOutputKind, SamplingParams
+from pyengine.server.engine_client import EngineClient
+from pyengine.server.flags import ServerArgs
+from pyengine.server.servicer import SERVICE_NAME, InferenceServicer, State, add_to_server
+
+logger = logging.getLogger(__name__)
+
+SERVICES = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LOADER_THREAD = "load-model"
+ENGINE_POLL_SECONDS = 1.0
+#: For handlers to send their last status once the drain time is over.
+STOP_GRACE_SECONDS = 1.0
+
+
+class InferenceServer:
+    """One gRPC port and one engine. `load` is to follow `bind`, and `close` everything."""
+
+    def __init__(self, args: ServerArgs, make_engine: Callable[[], EngineClient], version: str) -> None:
+        self.args = args
+        self.port = 0  # set by bind
+        self.failed = asyncio.Event()  # the engine is dead
+        self._make_engine = make_engine
+        self._engine: EngineClient | None = None
+        self._started = time.monotonic()
+        self._health = health.aio.HealthServicer()
+        self.servicer = InferenceServicer(
+            version=version,
+            max_concurrent_requests=args.max_concurrent_requests,
+            trust_chat_template=args.trust_request_chat_template,
+            on_engine_dead=lambda error: self.failed.set(),
+        )
+        self._server = grpc.aio.server(options=_channel_options(args))
+        self._watcher: asyncio.Task[None] | None = None
+
+    async def bind(self) -> None:
+        """Take the port, answer health checks with NOT_SERVING and all else with UNAVAILABLE.
+
+        Raises:
+            UnavailableError: the address cannot be listened on.
+        """
+        await self._set_health(serving=False)
+        add_to_server(self.servicer, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection(SERVICES, self._server)
+        check_address(self.args.host, self.args.port)
+        try:
+            self.port = self._server.add_insecure_port(join_address(self.args.host, self.args.port))
+        except RuntimeError as error:
+            raise UnavailableError(f"cannot listen on {join_address(self.args.host, self.args.port)}: {error}") from None
+        await self._server.start()
+        logger.info("bound to %s; not ready until a step has run", self.address)
+        if self.args.host in LOOPBACK:
+            logger.info("only this machine can connect; --host 0.0.0.0 listens on every interface")
+
+    @property
+    def address(self) -> str:
+        return join_address(self.args.host, self.port)
+
+    async def load(self) -> None:
+        """Build the engine, run one step, become ready.
+
+        Raises:
+            ConfigError, ModelLoadError: from the engine.
+        """
+        async with _phase("model loaded"):
+            engine = await _in_thread(self._make_engine)
+        self._engine = engine
+        engine.start()
+        async with _phase("warm-up step run"):
+            await self._warm_up(engine)
+        self.servicer.serve(engine)
+        await self._set_health(serving=True)
+        self._watcher = asyncio.create_task(self._watch(engine))
+        name = engine.config.model.served_model_name
+        logger.info("ready with model %s in %.2f s", name, time.monotonic() - self._started)
+
+    async def drain(self) -> None:
+        """Refuse new calls, let those in flight finish for up to `shutdown_timeout` seconds, abort what is left."""
+        if self.servicer.state is State.SERVING:
+            self.servicer.state = State.DRAINING
+        await self._health.enter_graceful_shutdown()
+        logger.info("draining: %d requests in flight", self.servicer.num_active)
+        if not await self.servicer.wait_idle(self.args.shutdown_timeout):
+            logger.warning("aborting %d requests after %g s", self.servicer.num_active, self.args.shutdown_timeout)
+            await self.servicer.abort_active()
+            await self.servicer.wait_idle(STOP_GRACE_SECONDS)
+
+    async def fail(self) -> None:
+        """The engine is dead: health flips, calls get INTERNAL from the engine, new ones UNAVAILABLE."""
+        self.servicer.state = State.FAILED
+        await self._health.enter_graceful_shutdown()
+        logger.critical("the engine has failed; shutting down")
+        await self.servicer.wait_idle(STOP_GRACE_SECONDS)
+
+    async def close(self) -> None:
+        """Close the port and the engine. Idempotent."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._watcher
+            self._watcher = None
+        await self._server.stop(STOP_GRACE_SECONDS)
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            stats = engine.stats()
+            await asyncio.to_thread(engine.shutdown)
+            logger.info("stopped; last stats: %s", " ".join(f"{key}={value}" for key, value in stats.items()))
+
+    async def _warm_up(self, engine: EngineClient) -> None:
+        """A prefill and a decode step, so that readiness means that the model runs."""
+        tokens = min(2, engine.config.model.max_model_len - 1)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        async for _ in engine.generate(TokensPrompt([0]), params, "warm-up"):
+            pass
+
+    async def _watch(self, engine: EngineClient) -> None:
+        """Notice a dead engine when no request is there to notice it."""
+        while not engine.errored:
+            await asyncio.sleep(ENGINE_POLL_SECONDS)
+        self.failed.set()
+
+    async def _set_health(self, *, serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for service in (health.OVERALL_HEALTH, *SERVICES):
+            await self._health.set(service, status)
+
+
+async def run(server: InferenceServer, announce: Callable[[InferenceServer], None], stop_now: Callable[[int], None]) -> int:
+    """Run until SIGTERM or SIGINT; returns the exit code. A second signal calls `stop_now` with its number.
+
+    Raises:
+        PyEngineError: if the server cannot start.
+    """
+    stopping = asyncio.Event()
+
+    def on_signal(number: int) -> None:
+        if stopping.is_set():
+            stop_now(number)
+        logger.info("%s: shutting down; a second signal stops at once", signal.Signals(number).name)
+        stopping.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    waiting = [asyncio.create_task(event.wait()) for event in (stopping, server.failed)]
+    try:
+        await server.bind()
+        loading = asyncio.create_task(server.load())
+        await asyncio.wait([loading, *waiting], return_when=asyncio.FIRST_COMPLETED)
+        if not loading.done():
+            loading.cancel()
+            return 0
+        loading.result()
+        announce(server)
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if server.failed.is_set():
+            await server.fail()
+            return 1
+        await server.drain()
+        return 0
+    finally:
+        for task in waiting:
+            task.cancel()
+        await server.close()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+def join_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def check_address(host: str, port: int) -> None:
+    """gRPC reports an address in use through log lines of its own and a generic error; a plain socket says what is wrong.
+
+    Raises:
+        UnavailableError: the address cannot be listened on.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            probe.listen(1)  # a second listener is refused here, not by bind
+        except OSError as error:
+            raise UnavailableError(f"cannot listen on {join_address(host, port)}: {error.strerror or error}") from None
+
+
+def _channel_options(args: ServerArgs) -> list[tuple[str, int]]:
+    return [
+        ("grpc.so_reuseport", 0),  # two servers on one port would share its connections at random
+        ("grpc.max_receive_message_length", args.max_message_bytes),
+        ("grpc.max_send_message_length", args.max_message_bytes),
+        # Clients and gateways may ping as often as they like, also between calls.
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_ping_strikes", 0),
+        # A client that vanished without a word is found out, and its requests stopped, in 80 s.
+        ("grpc.keepalive_time_ms", 60_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+    ]
+
+
+@asynccontextmanager
+async def _phase(name: str) -> AsyncIterator[None]:
+    start = time.monotonic()
+    yield
+    logger.info("%s in %.2f s", name, time.monotonic() - start)
+
+
+async def _in_thread(make_engine: Callable[[], EngineClient]) -> EngineClient:
+    """Run `make_engine` in a daemon thread: loading cannot be interrupted, and must not hold up an exit.
+
+    An engine that is done when nobody waits for it any more is shut down.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[EngineClient] = loop.create_future()
+
+    def settle(engine: EngineClient | None, error: BaseException | None) -> None:
+        if not future.cancelled():
+            if engine is not None:
+                future.set_result(engine)
+            elif error is not None:
+                future.set_exception(error)
+        elif engine is not None:
+            engine.shutdown()
+
+    def call() -> None:
+        engine, failure = None, None
+        try:
+            engine = make_engine()
+        except BaseException as error:
+            failure = error
+        try:
+            loop.call_soon_threadsafe(settle, engine, failure)
+        except RuntimeError:  # the loop is closed: the server has gone
+            if engine is not None:
+                engine.shutdown()
+
+    threading.Thread(target=call, name=LOADER_THREAD, daemon=True).start()
+    return await future

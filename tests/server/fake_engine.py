@@ -1,0 +1,187 @@
+"""A scripted `EngineClient`, so that the server's own behaviour can be tested without a model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pyengine.config import EngineArgs, EngineConfig, HardwareInfo, ModelArchConfig, resolve
+from pyengine.errors import InvalidRequestError, RequestCancelledError
+from pyengine.inputs import ChatPrompt, Prompt, TextPrompt, TokensPrompt
+from pyengine.outputs import CompletionOutput, Logprob, RequestOutput
+from pyengine.sampling_params import RequestOutputKind, SamplingParams
+
+VOCAB_SIZE = 512
+MAX_MODEL_LEN = 256
+
+
+def fake_config(**args: Any) -> EngineConfig:
+    arch = ModelArchConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=160,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        max_position_embeddings=MAX_MODEL_LEN,
+        rms_norm_eps=1e-5,
+        bos_token_id=0,
+        eos_token_ids=(1, 3),
+    )
+    hardware = HardwareInfo(has_cuda=False, available_memory=2**30, num_cores=2)
+    return resolve(EngineArgs(served_model_name="fake", **args), "fake-path", arch, hardware)
+
+
+@dataclass
+class FakeRequest:
+    """What `generate` was called with."""
+
+    request_id: str
+    prompt: Prompt
+    params: SamplingParams
+    priority: int
+    cache_salt: str | None
+    tenant: str | None
+    prompt_token_ids: list[int]
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    num_pulled: int = 0  # outputs that the server has taken
+
+
+#: Yields the outputs of one request. An exception in the list is raised in its place.
+Script = Callable[[FakeRequest], Iterator[RequestOutput | Exception]]
+
+
+def token_text(token_id: int) -> str:
+    return f"t{token_id} "
+
+
+def output(request: FakeRequest, choices: list[CompletionOutput], *, finished: bool, **extra: Any) -> RequestOutput:
+    text = request.prompt.text if isinstance(request.prompt, TextPrompt) else None
+    return RequestOutput(request.request_id, text, request.prompt_token_ids, choices, finished, **extra)
+
+
+def count_up(request: FakeRequest) -> Iterator[RequestOutput | Exception]:
+    """Tokens 10, 11, ... for each choice until max_tokens; as deltas, or all in one final output."""
+    params = request.params
+    length = params.max_tokens or MAX_MODEL_LEN - len(request.prompt_token_ids)
+    ids = [10 + i % 500 for i in range(length)]
+    if params.output_kind is RequestOutputKind.FINAL_ONLY:
+        yield output(request, [_choice(request, c, ids, "length") for c in range(params.n)], finished=True, num_cached_tokens=2)
+        return
+    for i, token_id in enumerate(ids):
+        reason = "length" if i == len(ids) - 1 else None
+        choices = [_choice(request, c, [token_id], reason) for c in range(params.n)]
+        yield output(request, choices, finished=reason is not None, num_cached_tokens=2)
+
+
+def _choice(request: FakeRequest, index: int, ids: list[int], reason: Any) -> CompletionOutput:
+    positions = None
+    if request.params.logprobs is not None:
+        positions = [
+            {token_id: Logprob(-1.5, 3, token_text(token_id), token_text(token_id).encode())}
+            | {other: Logprob(-0.25 * (other + 1), other + 1, token_text(other)) for other in range(request.params.logprobs)}
+            for token_id in ids
+        ]
+    text = "".join(map(token_text, ids)) if request.params.detokenize else ""
+    return CompletionOutput(index, text, ids, -1.5 * len(ids), positions, reason)
+
+
+class FakeEngine:
+    """Outputs come from `script`, one each `delay` seconds; with `hold` set they stop before the `hold`-th until cancelled."""
+
+    def __init__(self, script: Script = count_up, **args: Any) -> None:
+        self.config = fake_config(**args)
+        self.script = script
+        self.delay = 0.0
+        self.hold: int | None = None
+        self.errored = False
+        self.has_tokenizer = True
+        self.has_chat_template = True
+        self.requests: list[FakeRequest] = []
+        self.running: dict[str, FakeRequest] = {}
+        self.num_aborted = 0  # requests that ended before their script did
+        self.started = False
+        self.is_shut_down = False
+
+    @property
+    def is_running(self) -> bool:
+        return self.started and not self.is_shut_down
+
+    def start(self) -> None:
+        self.started = True
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        tenant: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        ids = self._check(prompt, params)
+        request = FakeRequest(request_id, prompt, params, priority, cache_salt, tenant, ids)
+        self.requests.append(request)
+        self.running[request_id] = request
+        done = False
+        try:
+            for i, item in enumerate(self.script(request)):
+                await self._pause(request, i)
+                if isinstance(item, Exception):
+                    done = True
+                    raise item
+                done = item.finished
+                request.num_pulled += 1
+                yield item
+        finally:
+            self.num_aborted += not done
+            del self.running[request_id]
+
+    async def _pause(self, request: FakeRequest, i: int) -> None:
+        holding = self.hold is not None and i >= self.hold and request.request_id != "warm-up"
+        try:
+            await asyncio.wait_for(request.aborted.wait(), None if holding else self.delay)
+        except asyncio.TimeoutError:
+            return
+        raise RequestCancelledError("aborted")
+
+    def _check(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        ids = self._encode(prompt)
+        if any(not 0 <= token_id < VOCAB_SIZE for token_id in ids):
+            raise InvalidRequestError("token_ids", f"must be in [0, {VOCAB_SIZE})")
+        total = len(ids) + (params.max_tokens or 1)
+        if total > MAX_MODEL_LEN:
+            raise InvalidRequestError("max_tokens", f"{total} tokens are more than max_model_len={MAX_MODEL_LEN}")
+        return ids
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, TokensPrompt):
+            return list(prompt.token_ids)
+        if isinstance(prompt, ChatPrompt):
+            if not self.has_chat_template:
+                raise InvalidRequestError("chat", "this model has no chat template")
+            return [ord(c) % VOCAB_SIZE for message in prompt.messages for c in message["content"]]
+        return [0] * prompt.add_special_tokens + [ord(c) % VOCAB_SIZE for c in prompt.text]
+
+    async def abort(self, request_id: str) -> bool:
+        request = self.running.get(request_id)
+        if request is not None:
+            request.aborted.set()
+        return request is not None
+
+    async def tokenize(self, prompt: Prompt) -> list[int]:
+        return self._encode(prompt)
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(token_text, token_ids))
+
+    def stats(self) -> dict[str, Any]:
+        return {"num_blocks": 8, "num_free_blocks": 8 - len(self.running)}
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True

@@ -1,0 +1,60 @@
+"""A server over a fake engine, on a real socket, with its event loop in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+from fake_engine import FakeEngine
+
+from pyengine.server.flags import ServerArgs
+from pyengine.server.lifecycle import InferenceServer
+from pyengine.server.proto import inference_pb2 as pb
+from pyengine.server.proto import inference_pb2_grpc as rpc
+
+
+class RunningServer:
+    """A served FakeEngine. `run` runs a coroutine on the server's loop."""
+
+    def __init__(self, engine: FakeEngine, **args: Any) -> None:
+        self.engine = engine
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+        self.server = self.run(self._start(ServerArgs(port=0, shutdown_timeout=5.0, **args)))
+        self.target = self.server.address
+        self.channel = grpc.insecure_channel(self.target)
+        self.stub = rpc.InferenceStub(self.channel)
+
+    async def _start(self, args: ServerArgs) -> InferenceServer:
+        server = InferenceServer(args, lambda: self.engine, version="1.2.3")
+        await server.bind()
+        await server.load()
+        self.engine.requests.clear()  # the warm-up
+        return server
+
+    def run(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout=60)
+
+    def close(self) -> None:
+        self.channel.close()
+        self.run(self.server.close())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(timeout=60)
+        self.loop.close()
+
+    def works(self) -> bool:
+        """Whether the next ordinary request is served."""
+        self.engine.hold = None
+        request = pb.GenerateRequest(text="next", sampling=pb.SamplingParams(max_tokens=3))
+        return self.stub.Complete(request, timeout=60).choices[0].token_ids == [10, 11, 12]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Returns once `condition` holds; the test's own timeout is the limit."""
+    while not condition():
+        time.sleep(0.005)
