@@ -50,12 +50,12 @@ class EngineArgs:
     gpu_memory_utilization: float | None = None  # share of available memory for the engine; cuda 0.9, cpu 0.5
     swap_space: float = 1.0  # CPU pool for swapped sequences, GiB; its pages are untouched until used
     preemption_mode: PreemptionMode = "auto"  # auto: the cheaper by estimate
-    enable_prefix_caching: bool = True
+    enable_prefix_caching: bool = True  # reuse the KV blocks of equal prompt prefixes
     static_batching: bool = False  # run each batch to its end before the next starts; only to compare with
     seed: int = 0  # of weights that are random and of nothing else: unseeded requests differ
     num_threads: int | None = None  # CPU kernel threads; the process's cores by default
-    tensor_parallel_size: int = 1
-    disable_log_stats: bool = False
+    tensor_parallel_size: int = 1  # devices that share each layer's weights
+    disable_log_stats: bool = False  # no periodic log line with throughput and KV usage
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_kv_blocks", "num_threads"):
