@@ -1,0 +1,180 @@
+"""The ops' call signatures, as types. Each is the schema of the same name in docs/architecture.md."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class ReshapeAndCache(Protocol):
+    def __call__(
+        self,
+        key: Tensor,
+        value: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+    ) -> None:
+        """Scatter new keys and values to their slots in the cache.
+
+        Args:
+            key: [num_tokens, num_kv_heads, head_dim], the token stride free.
+            value: as key.
+            k_cache: [num_blocks, num_kv_heads, block_size, head_dim], written; K dimension-major on the CPU.
+            v_cache: [num_blocks, num_kv_heads, block_size, head_dim], written.
+            slot_mapping: int64 [num_tokens], block * block_size + offset; -1: the token is skipped.
+            k_scale: fp32; INT8 cache: [num_blocks, num_kv_heads, block_size], written; FP8: [num_kv_heads], read; else None.
+            v_scale: as k_scale.
+        """
+
+
+class PagedAttention(Protocol):
+    def __call__(
+        self,
+        out: Tensor,
+        query: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_table: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        max_query_len: int,
+        max_seq_len: int,
+        scale: float,
+        sliding_window: int = 0,
+        logit_softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        lse: Tensor | None = None,
+        plan: Tensor | None = None,
+        workspace: Tensor | None = None,
+    ) -> None:
+        """Causal attention of a mixed batch over the paged KV cache (Kwon et al., 2023).
+
+        Args:
+            out: [num_tokens, num_heads, head_dim], written; the token stride free.
+            query: [num_tokens, num_heads, head_dim], sequences end to end; the token stride free.
+            k_cache: [num_blocks, num_kv_heads, block_size, head_dim]; K dimension-major on the CPU.
+            v_cache: [num_blocks, num_kv_heads, block_size, head_dim].
+            block_table: int32 [num_seqs, max_blocks].
+            query_start_loc: int32 [num_seqs + 1]; sequence i owns the rows from its element to the next.
+            seq_lens: int32 [num_seqs], tokens in the cache; a sequence's queries are the last of them.
+            max_query_len: no query is longer.
+            max_seq_len: no element of seq_lens is larger.
+            scale: of the logits.
+            sliding_window: positions a query sees, its own included; 0: all before it.
+            logit_softcap: c of c * tanh(logit / c); 0: none.
+            alibi_slopes: fp32 [num_heads]; adds slope * (key position - query position).
+            sinks: fp32 [num_heads], one more logit in each softmax's sum.
+            k_scale: as reshape_and_cache's, read.
+            v_scale: as k_scale.
+            lse: fp32 [num_tokens, num_heads], written: log of each softmax's sum.
+            plan: int32 [num_work, 4], split-KV work list; GPUs only.
+            workspace: fp32 [size], written: partial results of split-KV; with plan.
+        """
+
+
+class CopyBlocks(Protocol):
+    def __call__(self, pool: Tensor, block_mapping: Tensor) -> None:
+        """Copy whole blocks inside one pool.
+
+        Args:
+            pool: [num_blocks, ...], contiguous, written.
+            block_mapping: int64 [num_pairs, 2] on the pool's device: source, destination. No block is both.
+        """
+
+
+class SwapBlocks(Protocol):
+    def __call__(self, src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
+        """Copy whole blocks from one pool to another, on the device or in host memory.
+
+        Args:
+            src: [num_src_blocks, ...], contiguous.
+            dst: [num_dst_blocks, ...], contiguous, written; blocks as large as src's.
+            block_mapping: int64 [num_pairs, 2] in host memory: source, destination.
+        """
+
+
+class RmsNorm(Protocol):
+    def __call__(self, out: Tensor, input: Tensor, weight: Tensor, epsilon: float) -> None:
+        """out = input / sqrt(mean(input^2) + epsilon) * weight (Zhang and Sennrich, 2019).
+
+        Args:
+            out: [num_tokens, hidden_size], written; may be input.
+            input: [num_tokens, hidden_size], the token stride free.
+            weight: [hidden_size].
+        """
+
+
+class FusedAddRmsNorm(Protocol):
+    def __call__(self, input: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> None:
+        """residual += input, then input = rms_norm(residual).
+
+        Args:
+            input: [num_tokens, hidden_size], written; the token stride free.
+            residual: [num_tokens, hidden_size], written; the token stride free.
+            weight: [hidden_size].
+        """
+
+
+class RotaryEmbeddingOp(Protocol):
+    def __call__(
+        self, positions: Tensor, query: Tensor, key: Tensor | None, cos_sin_cache: Tensor, is_neox: bool = True
+    ) -> None:
+        """Rotate the first rotary_dim dimensions of each head by its token's position (Su et al., 2021).
+
+        Args:
+            positions: int64 [num_tokens].
+            query: [num_tokens, num_heads, head_dim], written; the token stride free.
+            key: [num_tokens, num_kv_heads, head_dim], written; or None.
+            cos_sin_cache: fp32 [max_position, rotary_dim], cosines then sines.
+            is_neox: pairs are the two halves (NeoX); else neighbours (GPT-J).
+        """
+
+
+class SiluAndMul(Protocol):
+    def __call__(self, out: Tensor, input: Tensor) -> None:
+        """out = silu(input[:, :d]) * input[:, d:].
+
+        Args:
+            out: [num_tokens, d], written.
+            input: [num_tokens, 2 d], the token stride free.
+        """
+
+
+class GeluAndMul(Protocol):
+    def __call__(self, out: Tensor, input: Tensor, tanh_approximation: bool = True) -> None:
+        """out = gelu(input[:, :d]) * input[:, d:].
+
+        Args:
+            out: [num_tokens, d], written.
+            input: [num_tokens, 2 d], the token stride free.
+            tanh_approximation: GELU's tanh form (Hendrycks and Gimpel, 2016); else by the error function.
+        """
+
+
+class PackLinearWeight(Protocol):
+    def __call__(self, packed: Tensor, weight: Tensor) -> None:
+        """packed[p, k, j] = weight[16 p + j, k], zero beyond the last row. CPU only.
+
+        Args:
+            packed: [ceil(out_features / 16), in_features, 16], written.
+            weight: [out_features, in_features].
+        """
+
+
+class LinearOp(Protocol):
+    def __call__(self, out: Tensor, input: Tensor, packed_weight: Tensor, bias: Tensor | None = None) -> None:
+        """out = input weight^T + bias, each sum in the order of k whatever the number of rows is. CPU only.
+
+        Args:
+            out: [num_tokens, out_features], written; in input's type or fp32.
+            input: [num_tokens, in_features], the token stride free.
+            packed_weight: [ceil(out_features / 16), in_features, 16], see `pack_linear_weight`.
+            bias: [out_features].
+        """
