@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from reference import acceptable_tokens, log_softmax, probabilities, processed_logits
 
 from pyengine.errors import InvalidRequestError
+from pyengine.sampling.draw import _search
 from pyengine.sampling.philox import uniforms
 from pyengine.sampling.sampler import Sampler, SamplerOutput, SamplingState
 from pyengine.sampling_params import SamplingParams
@@ -239,6 +240,17 @@ def test_top_k_keeps_ties_and_top_p_the_lower_ids() -> None:
     # Each of the four has a little less than a quarter of the whole: half of it needs three.
     drawn = {sample_one(logits, SamplingParams(temperature=0.5, top_p=0.5), seed=seed) for seed in range(200)}
     assert drawn == {10, 20, 30}
+
+
+def test_a_nucleus_that_weighs_exactly_top_p_is_complete() -> None:
+    logits = torch.full((1, 600), -np.inf)
+    logits[0, [7, 500]] = 1.0
+    assert {sample_one(logits, SamplingParams(top_p=0.5), seed=seed) for seed in range(50)} == {7}
+
+
+def test_a_target_that_rounding_took_out_of_range_picks_a_token_that_has_weight() -> None:
+    cumulative = np.array([0.0, 0.0, 0.4, 1.0, 1.0])
+    assert [_search(cumulative, target) for target in (-1e-20, 0.0, 0.4, 1.0, 1.1)] == [2, 2, 3, 3, 3]
 
 
 def test_a_wide_nucleus_is_not_cut_short() -> None:
