@@ -30,6 +30,15 @@ _FINISH_REASONS = {
     "abort": pb.FINISH_REASON_ABORT,
     "error": pb.FINISH_REASON_ERROR,
 }
+#: The engine's names of what a request of this API calls otherwise.
+_API_FIELDS = {
+    "prompt": "text",
+    "prompt_token_ids": "token_ids",
+    "messages": "chat.messages",
+    "chat_template": "chat.chat_template",
+    "chat_template_kwargs": "chat.chat_template_kwargs",
+    "continue_final_message": "chat.continue_final_message",
+}
 _UNSUPPORTED_SAMPLING = ("best_of", "beam_search")
 _INT32 = (-(2**31), 2**31 - 1)
 
@@ -68,6 +77,11 @@ def parser(method: str) -> Callable[[bytes], Message | InvalidRequestError]:
 
 def serialise(message: Message) -> bytes:
     return message.SerializeToString()
+
+
+def in_api_terms(error: InvalidRequestError | UnsupportedError) -> InvalidRequestError | UnsupportedError:
+    """An error of the engine, its field named as the client spelled it."""
+    return type(error)(_API_FIELDS.get(error.field, error.field), error.message)
 
 
 # Requests
@@ -242,14 +256,6 @@ def _sampling_params(message: pb.SamplingParams, kind: RequestOutputKind) -> Sam
         else:
             values[name] = list(value)
     return SamplingParams(**values)
-
-
-def tokens_to_detokenize(message: pb.DetokenizeRequest, vocab_size: int) -> list[int]:
-    """Raises InvalidRequestError for an id outside the vocabulary."""
-    for token_id in message.token_ids:
-        if not 0 <= token_id < vocab_size:
-            raise InvalidRequestError("token_ids", f"must be in [0, {vocab_size}), got {token_id}")
-    return list(message.token_ids)
 
 
 def abort_id(message: pb.AbortRequest) -> str:

@@ -86,7 +86,7 @@ class InferenceServer:
         Raises:
             ConfigError, ModelLoadError: from the engine.
         """
-        async with _phase("model loaded"):
+        async with _phase("model loaded, in all"):
             engine = await _in_thread(self._make_engine)
         self._engine = engine
         engine.start()
@@ -230,7 +230,7 @@ def _channel_options(args: ServerArgs) -> list[tuple[str, int]]:
 async def _phase(name: str) -> AsyncIterator[None]:
     start = time.monotonic()
     yield
-    logger.info("%s in %.2f s", name, time.monotonic() - start)
+    logger.info("start-up: %s, %.2f s", name, time.monotonic() - start)
 
 
 async def _in_thread(make_engine: Callable[[], EngineClient]) -> EngineClient:

@@ -11,7 +11,15 @@ from typing import Any
 
 import grpc
 
-from pyengine.errors import EngineDeadError, InvalidRequestError, OverloadedError, RequestCancelledError, UnavailableError
+from pyengine.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    OverloadedError,
+    PyEngineError,
+    RequestCancelledError,
+    UnavailableError,
+    UnsupportedError,
+)
 from pyengine.outputs import RequestOutput
 from pyengine.sampling_params import RequestOutputKind
 from pyengine.server import convert
@@ -145,10 +153,8 @@ class InferenceServicer:
 
     async def Detokenize(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         async with self._call(request, context, "Detokenize"):
-            model = self._engine.config.model
-            convert.check_model(request, model.served_model_name)
-            token_ids = convert.tokens_to_detokenize(request, model.arch.vocab_size)
-            return convert.detokenize_response(await self._engine.detokenize(token_ids))
+            convert.check_model(request, self._engine.config.model.served_model_name)
+            return convert.detokenize_response(await self._engine.detokenize(list(request.token_ids)))
 
     # What they share
 
@@ -163,6 +169,8 @@ class InferenceServicer:
                 raise request
             try:
                 yield
+            except (InvalidRequestError, UnsupportedError) as error:
+                raise convert.in_api_terms(error) from error
             except RequestCancelledError as error:
                 if self.state is State.STOPPED:
                     raise UnavailableError(State.STOPPED.value) from error
@@ -230,7 +238,7 @@ def _failure_of(output: RequestOutput) -> Exception | None:
         if choice.finish_reason == "abort":
             return RequestCancelledError("the request was aborted")
         if choice.finish_reason == "error":
-            return RuntimeError(f"choice {choice.index} failed in the engine")
+            return PyEngineError(output.error or f"choice {choice.index} failed in the engine")
     return None
 
 

@@ -90,6 +90,11 @@ def _choice(request: FakeRequest, index: int, ids: list[int], reason: Any) -> Co
     return CompletionOutput(index, text, ids, -1.5 * len(ids), positions, reason)
 
 
+def _check_ids(field: str, token_ids: Sequence[int]) -> None:
+    if any(not 0 <= token_id < VOCAB_SIZE for token_id in token_ids):
+        raise InvalidRequestError(field, f"must be in [0, {VOCAB_SIZE})")
+
+
 class FakeEngine:
     """Outputs come from `script`, one each `delay` seconds; with `hold` set they stop before the `hold`-th until cancelled."""
 
@@ -152,8 +157,7 @@ class FakeEngine:
 
     def _check(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         ids = self._encode(prompt)
-        if any(not 0 <= token_id < VOCAB_SIZE for token_id in ids):
-            raise InvalidRequestError("token_ids", f"must be in [0, {VOCAB_SIZE})")
+        _check_ids("prompt_token_ids", ids)
         total = len(ids) + (params.max_tokens or 1)
         if total > MAX_MODEL_LEN:
             raise InvalidRequestError("max_tokens", f"{total} tokens are more than max_model_len={MAX_MODEL_LEN}")
@@ -164,7 +168,7 @@ class FakeEngine:
             return list(prompt.token_ids)
         if isinstance(prompt, ChatPrompt):
             if not self.has_chat_template:
-                raise InvalidRequestError("chat", "this model has no chat template")
+                raise InvalidRequestError("messages", "this model has no chat template")
             return [ord(c) % VOCAB_SIZE for message in prompt.messages for c in message["content"]]
         return [0] * prompt.add_special_tokens + [ord(c) % VOCAB_SIZE for c in prompt.text]
 
@@ -178,6 +182,7 @@ class FakeEngine:
         return self._encode(prompt)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
+        _check_ids("token_ids", token_ids)
         return "".join(map(token_text, token_ids))
 
     def stats(self) -> dict[str, Any]:

@@ -172,6 +172,20 @@ def test_rule_11_bad_header(shared_server: RunningServer, field: str, headers: A
     expect_field(expect_error(shared_server, request, grpc.StatusCode.INVALID_ARGUMENT, metadata=headers), field)
 
 
+@pytest.mark.parametrize("token_id", [-1, 512, INT_MAX, INT_MIN])
+def test_rule_11_detokenize_checks_ids(shared_server: RunningServer, token_id: int) -> None:
+    call = shared_server.stub.Detokenize.future(pb.DetokenizeRequest(token_ids=[1, token_id]), timeout=60)
+    assert call.code() is grpc.StatusCode.INVALID_ARGUMENT
+    expect_field(call, "token_ids")
+
+
+@pytest.mark.parametrize("request_", [pb.TokenizeRequest(), pb.TokenizeRequest(chat=pb.ChatInput())])
+def test_rule_11_tokenize_checks_its_input(shared_server: RunningServer, request_: pb.TokenizeRequest) -> None:
+    call = shared_server.stub.Tokenize.future(request_, timeout=60)
+    assert call.code() is grpc.StatusCode.INVALID_ARGUMENT
+    expect_field(call, "chat.messages" if request_.HasField("chat") else "input")
+
+
 @pytest.mark.parametrize("method", ["Generate", "Complete", "Abort", "Tokenize", "Detokenize"])
 @pytest.mark.parametrize("data", [b"\xff\xff\xff", b"\x0a\x02\xff\xfe"], ids=["garbage", "not UTF-8"])
 def test_rule_11_bytes_that_are_no_message(shared_server: RunningServer, method: str, data: bytes) -> None:
@@ -232,7 +246,7 @@ def test_rule_13_too_long_fails_alone_saying_both_numbers(server: RunningServer)
 
 def test_rule_19_no_chat_template_still_completes(server: RunningServer) -> None:
     server.engine.has_chat_template = False
-    expect_field(expect_error(server, _user(content="hi"), grpc.StatusCode.INVALID_ARGUMENT), "chat")
+    expect_field(expect_error(server, _user(content="hi"), grpc.StatusCode.INVALID_ARGUMENT), "chat.messages")
     assert not server.stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=60).supports_chat
     assert server.works()
 
@@ -278,7 +292,7 @@ def test_a_defect_is_internal_and_logged(server: RunningServer, caplog: pytest.L
 def test_a_choice_that_did_not_end_well_fails_the_call(server: RunningServer, reason: Any) -> None:
     def script(request: FakeRequest) -> Iterator[RequestOutput]:
         yield output(request, [CompletionOutput(0, "x", [9])], finished=False)
-        yield output(request, [CompletionOutput(0, "", [], finish_reason=reason)], finished=True)
+        yield output(request, [CompletionOutput(0, "", [], finish_reason=reason)], finished=True, error="no luck")
 
     server.engine.script = script
     call = server.stub.Generate(pb.GenerateRequest(text="a"), timeout=60)
@@ -287,6 +301,7 @@ def test_a_choice_that_did_not_end_well_fails_the_call(server: RunningServer, re
         next(call)
     expected = {"abort": grpc.StatusCode.CANCELLED, "error": grpc.StatusCode.INTERNAL}[reason]
     assert error.value.code() is expected
+    assert ("no luck" in error.value.details()) == (reason == "error")
     assert messages[-1].finish.reason == pb.FinishReason.Value(f"FINISH_REASON_{reason.upper()}")
     assert messages[-1].finish.usage.completion_tokens == 1
     expect_error(server, pb.GenerateRequest(text="a"), expected)
