@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from pyengine.sampling.row import Row
+
 CHUNK = 256  # tokens in one chunk of a row
 
 
-def top_candidates(logits: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.intp]:
+def top_candidates(logits: Row, k: int) -> npt.NDArray[np.intp]:
     """Every token whose logit is at least the k-th largest, and possibly more, but no token of logit -inf.
 
     At least k of a row's values are no less than the k-th largest of its chunks' maxima. That maximum is therefore a lower
@@ -35,6 +37,6 @@ def top_candidates(logits: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.in
     return np.flatnonzero(logits >= bound)
 
 
-def by_likelihood(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.intp]:
+def by_likelihood(logits: Row) -> npt.NDArray[np.intp]:
     """Positions of `logits` from the most likely to the least; ties go to the lower position."""
     return np.argsort(-logits, kind="stable")

@@ -9,11 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pyengine.sampling.candidates import CHUNK, by_likelihood, top_candidates
+from pyengine.sampling.row import Row
 
 # How many candidates top_p looks at before it takes the whole row. The nucleus of a language model is nearly always smaller.
 _NUCLEUS_GUESS = 64
-
-Row = npt.NDArray[np.float32]
 
 
 class TokenDrawer:

@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pyengine.errors import InvalidRequestError
+from pyengine.sampling.row import Row
 from pyengine.sampling_params import SamplingParams
 
 MAX_LOGIT_BIAS = 100.0
 
-Row = npt.NDArray[np.float32]  # [vocab_size]
 Ids = npt.NDArray[np.intp]
 
 

@@ -5,23 +5,27 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import numpy.typing as npt
 
 from pyengine.sampling.candidates import by_likelihood, top_candidates
+from pyengine.sampling.row import Row, check_finite
 from pyengine.scheduler_output import TokenLogprobs
 
 
-def token_logprobs(logits: npt.NDArray[np.float32], token_id: int, num_logprobs: int) -> TokenLogprobs:
+def token_logprobs(logits: Row, token_id: int, num_logprobs: int) -> TokenLogprobs:
     """Log-probability and rank of the chosen token, then of the `num_logprobs` most likely ones without the chosen one.
 
     Ranks count from 1; of equally likely tokens the one with the lower id comes first.
 
     Args:
-        logits: [vocab_size], contiguous, as the model gave them, finite maximum.
+        logits: [vocab_size], contiguous, as the model gave them.
         token_id: the chosen token.
         num_logprobs: 0 or more.
+
+    Raises:
+        RowError: where the logits are not finite.
     """
     maximum = logits.max()
+    check_finite(float(maximum))
     log_sum = float(maximum) + math.log(float(np.exp(logits - maximum).sum(dtype=np.float64)))
     chosen = logits[token_id]
     rank = 1 + int(np.count_nonzero(logits > chosen)) + int(np.count_nonzero(logits[:token_id] == chosen))

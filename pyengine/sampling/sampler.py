@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +14,7 @@ from pyengine.sampling.draw import TokenDrawer
 from pyengine.sampling.logits_processor import create_logits_processors
 from pyengine.sampling.logprobs import token_logprobs
 from pyengine.sampling.philox import UniformSource
+from pyengine.sampling.row import Row, RowError, check_finite
 from pyengine.sampling_params import SamplingParams
 from pyengine.scheduler_output import TokenLogprobs
 
@@ -58,7 +58,7 @@ class SamplingState:
         """Whether the token is the model's most likely one and nothing else is asked for."""
         return self.greedy and not self._processors and self.params.logprobs is None
 
-    def processed(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    def processed(self, logits: Row) -> Row:
         """`logits` after masks, bias and penalties: a copy, or the row itself where nothing applies."""
         active = [processor for processor in self._processors if processor.is_active()]
         if active:
@@ -81,10 +81,6 @@ class SamplerOutput:
     token_ids: list[int]  # -1 where the row failed
     logprobs: list[TokenLogprobs | None]  # None where not asked for
     errors: dict[int, str] = field(default_factory=dict)  # row -> why it failed
-
-
-class RowError(Exception):
-    """No token can be chosen from a row."""
 
 
 class Sampler:
@@ -131,15 +127,15 @@ class Sampler:
             output.token_ids[row] = token_id
             state.append(token_id)
 
-    def _sample_row(self, logits: npt.NDArray[np.float32], state: SamplingState) -> int:
+    def _sample_row(self, logits: Row, state: SamplingState) -> int:
         best = int(logits.argmax())  # the lowest id of equals; the first NaN if there is one
-        _check_finite(float(logits[best]))
+        check_finite(float(logits[best]))
         processed = state.processed(logits)
         if processed is not logits:
             best = int(processed.argmax())
             if processed[best] == -np.inf:
                 raise RowError("allowed_token_ids, bad_words and min_tokens together leave no token to sample")
-            _check_finite(float(processed[best]))
+            check_finite(float(processed[best]))
         if state.greedy:
             return best
         params = state.params
@@ -154,17 +150,12 @@ class Sampler:
         )
 
 
-def _check_finite(maximum: float) -> None:
-    if not math.isfinite(maximum):
-        raise RowError(f"the model's logits are not finite (largest: {maximum})")
-
-
 def _take_argmax(logits: Tensor, rows: Sequence[int], states: Sequence[SamplingState], output: SamplerOutput) -> None:
     """Greedy rows on their own device; one transfer for all of them. `logits` is [len(rows), vocab_size]."""
     maxima, token_ids = torch.max(logits, dim=-1)
     for row, maximum, token_id in zip(rows, maxima.tolist(), token_ids.tolist(), strict=True):
         try:
-            _check_finite(maximum)
+            check_finite(maximum)
         except RowError as error:
             output.errors[row] = str(error)
             continue
