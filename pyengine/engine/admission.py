@@ -1,0 +1,144 @@
+"""Letting a waiting request run: where its first blocks come from, and whether there is room."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from pyengine.engine.block_manager import BlockManager, SharedPrefix
+from pyengine.engine.request import Request, RequestStatus
+from pyengine.engine.scheduler_stats import SchedulerStats
+from pyengine.engine.siblings import Siblings
+from pyengine.scheduler_output import NewRequestData, SchedulerOutput, SwappedInRequestData
+
+
+@dataclass(slots=True)
+class AdmissionPlan:
+    """How a waiting request would start. Good until blocks are allocated or freed for something else."""
+
+    request: Request
+    prefix: SharedPrefix | None  # None: it is swapped in
+    source: Request | None  # the sibling that the prefix is a fork of; None: the prefix cache
+    num_computed_tokens: int  # that it starts with
+
+
+class Admission:
+    """Plans and starts waiting requests; which one, and when, is the scheduler's choice."""
+
+    def __init__(self, block_manager: BlockManager, siblings: Siblings, stats: SchedulerStats) -> None:
+        self._block_manager = block_manager
+        self._siblings = siblings
+        self._stats = stats
+        # New requests leave this many blocks free for the running ones to grow into.
+        self._watermark = max(1, block_manager.pool.num_blocks // 100)
+
+    def plan(self, request: Request) -> AdmissionPlan:
+        """The way to start that leaves least to compute: the CPU pool, a fork of a sibling, or the prefix cache."""
+        manager = self._block_manager
+        if request.status is RequestStatus.SWAPPED:
+            return AdmissionPlan(request, None, None, request.num_computed_tokens)
+        if not request.may_match_prefix:
+            return AdmissionPlan(request, SharedPrefix([], 0, None), None, 0)
+        prefix = manager.match_prefix(request.cache_salt, request.token_ids, request.num_tokens)
+        source = self._siblings.source(request)
+        if source is None or prefix.num_tokens >= request.num_prompt_tokens - 1:
+            return AdmissionPlan(request, prefix, None, prefix.num_tokens)
+        assert source.block_table is not None
+        fork = manager.fork_prefix(source.block_table, request.num_prompt_tokens - 1)
+        return AdmissionPlan(request, fork, source, fork.num_tokens)
+
+    def has_room(self, plan: AdmissionPlan, num_running: int, num_owed_blocks: int) -> bool:
+        """Whether the pool holds all tokens that this request and the running ones have, and some room to grow.
+
+        Args:
+            num_running: running requests; 0: every block is free, so there is room.
+            num_owed_blocks: blocks that they still lack for the tokens they have.
+        """
+        if num_running == 0:
+            return True
+        # A request that comes back must not go again soon, so every running one can grow by a block first.
+        headroom = num_running if plan.request.num_preemptions else self._watermark
+        return self.num_blocks(plan) + headroom <= self._block_manager.num_free_blocks - num_owed_blocks
+
+    def num_blocks(self, plan: AdmissionPlan) -> int:
+        """Free blocks that the request takes for all tokens that it has."""
+        request, manager = plan.request, self._block_manager
+        if plan.prefix is not None:
+            return manager.num_new_blocks(plan.prefix, request.num_tokens)
+        assert request.block_table is not None
+        return manager.num_swap_in_blocks(request.block_table, request.num_tokens)
+
+    def start(self, plan: AdmissionPlan, num_tokens: int, output: SchedulerOutput) -> None:
+        """Give the request blocks for its first `num_tokens` tokens, and write it into the step."""
+        request = plan.request
+        if plan.prefix is None:
+            self._swap_in(request, output)
+        else:
+            self._open_table(plan, plan.prefix)
+        self._grow(request, num_tokens, output)
+        if request.status is RequestStatus.SWAPPED:
+            self._tell_swapped_in(request, output)
+        else:
+            self._tell_new(request, output)
+        output.num_scheduled_tokens[request.request_id] = num_tokens
+        request.is_protected = request.num_preemptions > 0
+        request.status = RequestStatus.RUNNING
+        if request.first_scheduled_time is None:
+            request.first_scheduled_time = time.monotonic()
+
+    def _open_table(self, plan: AdmissionPlan, prefix: SharedPrefix) -> None:
+        request, stats = plan.request, self._stats
+        if request.first_scheduled_time is None:
+            request.num_cached_tokens = prefix.num_tokens if plan.source is None else plan.source.num_cached_tokens
+            if plan.source is None and request.may_match_prefix:
+                stats.prefix_cache_queries += request.num_tokens
+                stats.prefix_cache_hits += prefix.num_tokens
+        if plan.source is None:
+            stats.num_cached_tokens += prefix.num_tokens
+        request.block_table = self._block_manager.open_table(prefix, request.cache_salt)
+        request.num_computed_tokens = prefix.num_tokens
+        # A partial block of a fork is being copied in this step, and only a whole one may be given on.
+        size = self._block_manager.block_size
+        self._siblings.started(request, prefix.num_tokens // size * size)
+
+    def _swap_in(self, request: Request, output: SchedulerOutput) -> None:
+        assert request.block_table is not None
+        copies = self._block_manager.swap_in(request.block_table)
+        output.blocks_to_swap_in += copies
+        self._stats.num_blocks_swapped_in += len(copies)
+        self._siblings.started(request, request.num_computed_tokens)
+
+    def _grow(self, request: Request, num_tokens: int, output: SchedulerOutput) -> None:
+        assert request.block_table is not None
+        slots = self._block_manager.append_slots(request.block_table, num_tokens, self._block_manager.num_free_blocks)
+        if slots is None:
+            raise RuntimeError(f"no blocks for {request!r}, which was admitted: has_room and append_slots disagree")
+        if slots.copied is not None:
+            _, source, destination = slots.copied
+            output.blocks_to_copy.append((source, destination))
+
+    def _tell_swapped_in(self, request: Request, output: SchedulerOutput) -> None:
+        assert request.block_table is not None
+        output.scheduled_swapped_in_reqs.append(
+            SwappedInRequestData(
+                req_id=request.request_id,
+                block_ids=list(request.block_table.block_ids),
+                num_computed_tokens=request.num_computed_tokens,
+            )
+        )
+
+    def _tell_new(self, request: Request, output: SchedulerOutput) -> None:
+        assert request.block_table is not None
+        output.scheduled_new_reqs.append(
+            NewRequestData(
+                req_id=request.request_id,
+                prompt_token_ids=request.prompt_token_ids,
+                output_token_ids=list(request.output_token_ids),
+                sampling_params=request.sampling_params,
+                seed=request.seed,
+                block_ids=list(request.block_table.block_ids),
+                num_computed_tokens=request.num_computed_tokens,
+                stop_token_ids=request.stop_token_ids,
+                bad_words_token_ids=request.bad_words_token_ids,
+            )
+        )

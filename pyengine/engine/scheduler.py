@@ -1,0 +1,441 @@
+"""Which tokens run in the next step, and where their KV goes.
+
+There is no prefill phase and no decode phase: a request has `num_tokens` tokens, `num_computed_tokens` of them have their KV in
+its blocks, and every step moves the second number towards the first. A request that has caught up samples a token.
+
+Memory. Blocks are allocated for the tokens of one step. A request is admitted when free blocks hold all tokens that it and the
+running ones have now; what they will generate is not counted. When blocks run out, a request takes them from less urgent ones:
+the least urgent running request is preempted. These rules keep that fair and finite:
+
+- Urgency is (priority, order of arrival). A request never preempts a more urgent one. One that finds nobody to preempt waits,
+  holding what it has. So the most urgent request gets on, and every request is the most urgent one some day.
+- A preempted request comes back when there is room for all its tokens and for one more block for each running request. The
+  blocks that it still lacks are then reserved for it, and it is protected: it is not preempted before it has generated a
+  token. So no request is preempted more often than it generates tokens, plus one.
+- A request that could not finish with the whole pool to itself is refused when it is added. So one that was admitted finishes.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from pyengine.config import CacheConfig, SchedulerConfig
+from pyengine.engine.admission import Admission, AdmissionPlan
+from pyengine.engine.block_manager import AppendedSlots, BlockManager
+from pyengine.engine.preemption import Preempter
+from pyengine.engine.prefix_cache import HashFunction, hash_block
+from pyengine.engine.request import Request, RequestStatus
+from pyengine.engine.request_queue import RequestQueue
+from pyengine.engine.scheduler_stats import SchedulerStats
+from pyengine.engine.siblings import Siblings
+from pyengine.errors import InvalidRequestError
+from pyengine.outputs import FinishReason
+from pyengine.scheduler_output import ModelRunnerOutput, SchedulerOutput, SequenceOutput, TokenLogprobs
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step in the making."""
+
+    output: SchedulerOutput
+    token_budget: int  # tokens that may still be scheduled
+    num_owed_blocks: int = 0  # blocks that running requests lack for the tokens they have
+    admitted: list[Request] = field(default_factory=list)
+
+
+class Scheduler:
+    """Owns the requests and their blocks. Not thread-safe: the step thread alone calls it."""
+
+    def __init__(
+        self, scheduler_config: SchedulerConfig, cache_config: CacheConfig, *, hash_function: HashFunction = hash_block
+    ) -> None:
+        self.config = scheduler_config
+        self.block_manager = BlockManager(
+            cache_config.num_blocks,
+            cache_config.block_size,
+            num_cpu_blocks=cache_config.num_cpu_blocks,
+            enable_prefix_caching=cache_config.enable_prefix_caching,
+            hash_function=hash_function,
+        )
+        self.requests: dict[str, Request] = {}  # all that have not ended
+        self.running: list[Request] = []  # most urgent first
+        self.waiting = RequestQueue()  # those that may be admitted
+        self._stats = SchedulerStats()
+        self._siblings = Siblings(self.waiting)
+        self._admission = Admission(self.block_manager, self._siblings, self._stats)
+        self._preempter = Preempter(
+            scheduler_config.preemption_mode, self.block_manager, self.waiting, self._siblings, self._stats
+        )
+        self._finished_req_ids: list[str] = []  # to tell the worker with the next step
+        self._batch_is_open = True  # with static batching: whether requests may still join
+        self._num_added = 0
+        self._utilisation_sum = 0.0
+
+    # ---- requests in and out
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            InvalidRequestError: if its id is in use, or if it could never finish, being longer than model or pool allow.
+        """
+        if request.request_id in self.requests:
+            raise InvalidRequestError("request_id", f"{request.request_id!r} is in use")
+        self._check_length(request)
+        self._siblings.add(request)
+        priority = request.priority if self.config.policy == "priority" else 0
+        request.urgency = (priority, self._num_added)
+        self._num_added += 1
+        self.requests[request.request_id] = request
+        self.waiting.push(request)
+
+    def finish_requests(self, request_ids: Iterable[str], finish_reason: FinishReason) -> list[str]:
+        """End requests, in whatever state they are; their blocks are free on return. Ids that are unknown or ended are skipped.
+
+        Returns:
+            The ids that this call ended.
+        """
+        ended = []
+        for request_id in request_ids:
+            request = self.requests.get(request_id)
+            if request is None:
+                continue
+            if request.status is RequestStatus.RUNNING:
+                self.running.remove(request)
+            request.finish_reason = finish_reason
+            self._end(request)
+            ended.append(request_id)
+        return ended
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether any request has not ended."""
+        return bool(self.requests)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix. Live requests go on; what they compute is not cached until they are admitted anew."""
+        if self.block_manager.prefix_cache is None:
+            return
+        self.block_manager.prefix_cache.reset()
+        for request in self.requests.values():
+            if request.block_table is not None:
+                self.block_manager.stop_caching(request.block_table)
+
+    def stats(self) -> SchedulerStats:
+        """A snapshot of counters and gauges."""
+        stats, manager = self._stats, self.block_manager
+        num_swapped = sum(1 for request in self.requests.values() if request.status is RequestStatus.SWAPPED)
+        return replace(
+            stats,
+            num_running=len(self.running),
+            num_waiting=len(self.requests) - len(self.running) - num_swapped,
+            num_swapped=num_swapped,
+            num_blocks=manager.pool.num_blocks,
+            num_free_blocks=manager.num_free_blocks,
+            num_cpu_blocks=manager.swap_space.num_blocks,
+            num_free_cpu_blocks=manager.swap_space.num_free_blocks,
+            kv_utilisation=manager.kv_utilisation,
+            mean_kv_utilisation=self._utilisation_sum / stats.num_steps if stats.num_steps else 0.0,
+        )
+
+    # ---- a step
+
+    def schedule(self) -> SchedulerOutput:
+        """Decide one step: running requests first, then those that wait, most urgent first.
+
+        An output without tokens still carries what the worker must forget.
+        """
+        self.block_manager.swap_space.start_step()
+        output = SchedulerOutput(finished_req_ids=self._finished_req_ids)
+        self._finished_req_ids = []
+        step = _Step(output, self.config.max_num_batched_tokens)
+        if self.config.policy == "priority" and not self.config.static_batching:
+            self._admit_urgent(step)
+        self._schedule_running(step)
+        self._admit_waiting(step)
+        for request in step.admitted:
+            insort(self.running, request, key=_urgency)
+        output.total_num_scheduled_tokens = self.config.max_num_batched_tokens - step.token_budget
+        if output.total_num_scheduled_tokens:
+            self._stats.num_steps += 1
+            self._utilisation_sum += self.block_manager.kv_utilisation
+        return output
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> list[SequenceOutput]:
+        """Take in what the step computed.
+
+        Returns:
+            What is new, for sequences that have anything new, in batch order. Sequences that ended are freed.
+
+        Raises:
+            RuntimeError: if the worker's answer does not fit the step, a bug.
+        """
+        outputs = []
+        sampled, failed = model_runner_output.sampled_token_ids, model_runner_output.failed_req_ids
+        has_ended = False
+        for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
+            request = self.requests.get(request_id)
+            if request is None or request.status is not RequestStatus.RUNNING:
+                continue  # aborted while the step ran
+            if request_id in failed:
+                request.finish_reason = "error"
+                output = SequenceOutput(request_id, [], finish_reason="error", error=failed[request_id])
+            else:
+                first_position = request.num_computed_tokens
+                self._advance(request, num_tokens)
+                new_token_ids = self._append_sampled(request, sampled.get(request_id))
+                prompt_logprobs = self._new_prompt_logprobs(request, first_position, model_runner_output)
+                if not new_token_ids and prompt_logprobs is None:
+                    continue
+                logprobs = model_runner_output.logprobs.get(request_id)
+                output = SequenceOutput(
+                    request_id,
+                    new_token_ids,
+                    logprobs=logprobs[: len(new_token_ids)] if logprobs is not None else None,
+                    prompt_logprobs=prompt_logprobs,
+                    finish_reason=request.finish_reason,
+                    stop_reason=request.stop_reason,
+                    num_cached_tokens=request.num_cached_tokens,
+                )
+            outputs.append(output)
+            if request.finish_reason is not None:
+                self._end(request)
+                has_ended = True
+        if has_ended:
+            self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]
+        return outputs
+
+    # ---- scheduling, in the order in which it happens
+
+    def _admit_urgent(self, step: _Step) -> None:
+        """Let in requests of a higher priority than a running one has; running ones may have to make way.
+
+        This comes before any running request is scheduled, so that no decision must be undone.
+        """
+        if not self._outranks_running(self.waiting.peek()):
+            return
+        step.num_owed_blocks = sum(map(self._num_owed_blocks, self.running))
+        num_held_tokens = len(self.running)  # every running request can still decode
+        step.token_budget -= num_held_tokens
+        while (request := self.waiting.peek()) is not None and self._outranks_running(request):
+            if self._siblings.park_first():
+                continue
+            plan = self._admission.plan(request)
+            if not self._num_grantable_tokens(plan, step) or not self._make_way(plan, step):
+                break
+            self._admit(plan, step)
+        step.token_budget += num_held_tokens
+
+    def _schedule_running(self, step: _Step) -> None:
+        """One token for each request that has caught up, then chunks for the others, as far as the budget goes."""
+        num_decodes = num_reserved_blocks = 0
+        for request in self.running:
+            num_decodes += request.num_tokens - request.num_computed_tokens == 1
+            if request.is_protected:
+                num_reserved_blocks += self._num_owed_blocks(request)
+        chunk_budget = step.token_budget - num_decodes
+        cached_reqs = step.output.scheduled_cached_reqs
+        index = 0
+        while index < len(self.running):  # a request may preempt others behind it
+            request = self.running[index]
+            index += 1
+            num_tokens = request.num_tokens - request.num_computed_tokens
+            is_chunk = num_tokens > 1
+            if is_chunk:
+                num_tokens = self._chunk(num_tokens, chunk_budget)
+            table = request.block_table
+            assert table is not None
+            owed = self._num_owed_blocks(request) if request.is_protected else 0
+            slots = self._append_slots(request, num_tokens, index, num_reserved_blocks - owed, step) if num_tokens else None
+            if slots is None:
+                continue
+            num_tokens = table.num_tokens - request.num_computed_tokens
+            if is_chunk:
+                chunk_budget -= num_tokens
+            if owed:
+                num_reserved_blocks -= owed - self._num_owed_blocks(request)
+            step.token_budget -= num_tokens
+            step.output.num_scheduled_tokens[request.request_id] = num_tokens
+            cached_reqs.req_ids.append(request.request_id)
+            cached_reqs.num_computed_tokens.append(request.num_computed_tokens)
+            cached_reqs.new_block_ids.append(slots.new_block_ids)
+            cached_reqs.replaced_block_ids.append([])
+            if slots.copied is not None:
+                position, source, destination = slots.copied
+                cached_reqs.replaced_block_ids[-1].append((position, destination))
+                step.output.blocks_to_copy.append((source, destination))
+
+    def _append_slots(
+        self, request: Request, num_tokens: int, behind: int, num_reserved_blocks: int, step: _Step
+    ) -> AppendedSlots | None:
+        """Make room for a running request's next tokens, or for some of them, preempting requests from index `behind` on.
+
+        None: no room, and nobody to preempt. The request waits for a step, holding what it has.
+        """
+        manager, table = self.block_manager, request.block_table
+        assert table is not None
+        while True:
+            num_available = manager.num_free_blocks - num_reserved_blocks
+            slots = manager.append_slots(table, num_tokens, num_available)
+            if slots is not None:
+                return slots
+            # A shorter chunk is better than another request's work undone.
+            num_fitting = manager.num_slots_within(table, num_available)
+            if num_fitting > 0:
+                num_tokens = num_fitting
+            elif not self._preempt_behind(behind, step):
+                return None
+
+    def _preempt_behind(self, index: int, step: _Step) -> bool:
+        """Preempt the least urgent running request from `index` on, and say whether there was one."""
+        for victim in range(len(self.running) - 1, index - 1, -1):
+            if not self.running[victim].is_protected:
+                self._preempter.preempt(self.running.pop(victim), step.output)
+                return True
+        return False
+
+    def _admit_waiting(self, step: _Step) -> None:
+        """Admit the most urgent request as long as there are tokens, slots and blocks; nobody overtakes it."""
+        if self.config.static_batching:
+            if self.running and not self._batch_is_open:
+                return
+            self._batch_is_open = True
+        if step.token_budget and self.waiting and len(self.running) < self.config.max_num_seqs:
+            step.num_owed_blocks = sum(map(self._num_owed_blocks, self.running))
+            step.num_owed_blocks += sum(map(self._num_owed_blocks, step.admitted))
+            while step.token_budget and (request := self.waiting.peek()) is not None:
+                if self._siblings.park_first():
+                    continue
+                output = step.output
+                if request.request_id in output.preempted_req_ids or request.request_id in output.swapped_out_req_ids:
+                    break
+                plan = self._admission.plan(request)
+                if not self._num_grantable_tokens(plan, step) or not self._fits(plan, step):
+                    break
+                self._admit(plan, step)
+        # A batch may need several steps to be filled, where its prompts exceed the token budget.
+        self._batch_is_open = step.token_budget == 0
+
+    def _outranks_running(self, request: Request | None) -> bool:
+        return request is not None and bool(self.running) and request.priority < self.running[-1].priority
+
+    def _make_way(self, plan: AdmissionPlan, step: _Step) -> bool:
+        """Preempt running requests of lower priority until the plan fits, if that is enough; say whether it fits."""
+        if self._fits(plan, step):
+            return True
+        victims = [r for r in self.running if r.priority > plan.request.priority and not r.is_protected]
+        num_kept = len(self.running) + len(step.admitted) - len(victims)
+        # At most: blocks that a victim shares with others do not become free.
+        num_freed = sum(len(r.block_table.block_ids) + self._num_owed_blocks(r) for r in victims if r.block_table)
+        if num_kept >= self.config.max_num_seqs:
+            return False
+        if num_kept and not self._admission.has_room(plan, num_kept, step.num_owed_blocks - num_freed):
+            return False
+        while victims and not self._fits(plan, step):
+            victim = victims.pop()  # the least urgent
+            step.num_owed_blocks -= self._num_owed_blocks(victim)
+            self.running.remove(victim)
+            self._preempter.preempt(victim, step.output)
+        return self._fits(plan, step)
+
+    def _fits(self, plan: AdmissionPlan, step: _Step) -> bool:
+        num_running = len(self.running) + len(step.admitted)
+        if num_running >= self.config.max_num_seqs:
+            return False
+        return self._admission.has_room(plan, num_running, step.num_owed_blocks)
+
+    def _num_grantable_tokens(self, plan: AdmissionPlan, step: _Step) -> int:
+        """Tokens that the request may compute in this step; 0: it must wait."""
+        remaining = plan.request.num_tokens - plan.num_computed_tokens
+        num_tokens = self._chunk(remaining, step.token_budget)
+        return num_tokens if self.config.enable_chunked_prefill or num_tokens == remaining else 0
+
+    def _admit(self, plan: AdmissionPlan, step: _Step) -> None:
+        num_tokens = self._num_grantable_tokens(plan, step)
+        request = self.waiting.pop()
+        assert request is plan.request
+        self._admission.start(plan, num_tokens, step.output)
+        step.token_budget -= num_tokens
+        step.num_owed_blocks += self._num_owed_blocks(request)
+        step.admitted.append(request)
+
+    def _chunk(self, num_tokens: int, budget: int) -> int:
+        threshold = self.config.long_prefill_token_threshold
+        if threshold and self.config.enable_chunked_prefill:
+            num_tokens = min(num_tokens, threshold)
+        return max(0, min(num_tokens, budget))
+
+    def _num_owed_blocks(self, request: Request) -> int:
+        """Blocks that a running request lacks for the tokens it has."""
+        assert request.block_table is not None
+        return self.block_manager.num_blocks_for(request.num_tokens) - len(request.block_table.block_ids)
+
+    # ---- after a step
+
+    def _advance(self, request: Request, num_tokens: int) -> None:
+        start, table = request.num_computed_tokens, request.block_table
+        assert table is not None
+        request.num_computed_tokens = start + num_tokens
+        if request.num_computed_tokens >= table.cache_at:
+            self.block_manager.cache_full_blocks(table, request.token_ids, request.num_computed_tokens)
+        if start < request.num_prompt_tokens:
+            self._siblings.advanced(request)
+
+    def _append_sampled(self, request: Request, token_ids: list[int] | None) -> list[int]:
+        has_caught_up = request.num_computed_tokens == request.num_tokens
+        if has_caught_up != bool(token_ids):
+            raise RuntimeError(f"the worker sampled {token_ids} for {request!r}")
+        if not token_ids:
+            return []
+        request.is_protected = False
+        return request.append_output_tokens(token_ids)
+
+    def _new_prompt_logprobs(
+        self, request: Request, start: int, model_runner_output: ModelRunnerOutput
+    ) -> list[TokenLogprobs] | None:
+        """Prompt logprobs that were not reported yet: after a preemption the worker computes some again."""
+        if request.may_match_prefix:
+            return None
+        computed = model_runner_output.prompt_logprobs.get(request.request_id, [])
+        new = computed[request.next_prompt_logprob - (start + 1) :]
+        request.next_prompt_logprob += len(new)
+        return new or None
+
+    def _end(self, request: Request) -> None:
+        if request.block_table is not None:
+            self.block_manager.free(request.block_table)
+            request.block_table = None
+        if request.status in (RequestStatus.RUNNING, RequestStatus.SWAPPED):
+            self._finished_req_ids.append(request.request_id)  # the worker knows it
+        if request.request_id in self.waiting:
+            self.waiting.remove(request)
+        self._siblings.remove(request)
+        request.status = RequestStatus.FINISHED
+        del self.requests[request.request_id]
+
+    def _check_length(self, request: Request) -> None:
+        """Refuse what can never finish, and set the length at which the request ends."""
+        num_prompt, max_tokens = request.num_prompt_tokens, request.sampling_params.max_tokens
+        if num_prompt == 0:
+            raise InvalidRequestError("prompt", "must not be empty")
+        pool = self.block_manager.pool
+        pool_size = pool.num_blocks * pool.block_size
+        limit = min(self.config.max_model_len, pool_size)
+        name = "the KV pool holds" if pool_size < self.config.max_model_len else "max_model_len is"
+        if num_prompt + 1 > limit:
+            raise InvalidRequestError("prompt", f"has {num_prompt} tokens, and {name} {limit}, which must hold one more")
+        if max_tokens is None:
+            request.max_total_tokens = min(request.max_total_tokens, limit)
+            return
+        total = num_prompt + max_tokens
+        if total > limit:
+            message = f"{num_prompt} prompt tokens and max_tokens={max_tokens} make {total}, and {name} {limit}"
+            raise InvalidRequestError("max_tokens", message)
+        request.max_total_tokens = min(request.max_total_tokens, total)
+
+
+def _urgency(request: Request) -> tuple[int, int]:
+    return request.urgency

@@ -1,0 +1,107 @@
+"""The sequences of one client's request with n > 1: who computes the prompt, and who waits to share it."""
+
+from __future__ import annotations
+
+from pyengine.engine.request import Request
+from pyengine.engine.request_queue import RequestQueue
+
+
+class _Group:
+    __slots__ = ("computed", "computing", "members", "parked")
+
+    def __init__(self) -> None:
+        self.members: dict[str, Request] = {}
+        self.computing: dict[str, Request] = {}  # running, the prompt not computed when this step began
+        self.computed: dict[str, Request] = {}  # running, all but the last prompt token on the device or arriving in this step
+        self.parked: dict[str, Request] = {}  # out of the queue until a sibling has computed the prompt, or left
+
+
+class Siblings:
+    """Keeps one prompt from being computed n times.
+
+    The first sequence of a group to run computes the prompt. Until it has, the others are parked outside the queue, where they
+    hold up nobody; then they start as forks of it. If it leaves the device before (preempted, ended), they return to the
+    queue and the first of them computes.
+    """
+
+    def __init__(self, waiting: RequestQueue) -> None:
+        self._waiting = waiting
+        self._groups: dict[str, _Group] = {}
+
+    def add(self, request: Request) -> None:
+        """A sequence was added.
+
+        Raises:
+            ValueError: if its prompt or salt differs from its siblings'. A bug of the caller: nothing else could be shared.
+        """
+        if request.parent_id is None:
+            return
+        group = self._groups.setdefault(request.parent_id, _Group())
+        for sibling in group.members.values():
+            if sibling.prompt_token_ids != request.prompt_token_ids or sibling.cache_salt != request.cache_salt:
+                raise ValueError(f"{request.request_id} is no sibling of {sibling.request_id}: its prompt or salt differs")
+            break
+        group.members[request.request_id] = request
+
+    def source(self, request: Request) -> Request | None:
+        """A sibling whose blocks hold the prompt, the last token perhaps missing."""
+        if request.parent_id is None:
+            return None
+        return next(iter(self._groups[request.parent_id].computed.values()), None)
+
+    def park_first(self) -> bool:
+        """Park the queue's first request if a sibling is computing its prompt, and say so."""
+        request = self._waiting.peek()
+        if request is None or request.parent_id is None:
+            return False
+        group = self._groups[request.parent_id]
+        if group.computed or not group.computing:
+            return False
+        group.parked[request.request_id] = self._waiting.pop()
+        return True
+
+    def started(self, request: Request, num_computed_tokens: int) -> None:
+        """A sequence was admitted. `num_computed_tokens`: what it may give away already in this step."""
+        if request.parent_id is None:
+            return
+        group = self._groups[request.parent_id]
+        if num_computed_tokens >= request.num_prompt_tokens - 1:
+            group.computed[request.request_id] = request
+            self._release_parked(group)
+        else:
+            group.computing[request.request_id] = request
+
+    def advanced(self, request: Request) -> None:
+        """A step of a sequence is done."""
+        if request.parent_id is None or request.num_computed_tokens < request.num_prompt_tokens - 1:
+            return
+        group = self._groups[request.parent_id]
+        if group.computing.pop(request.request_id, None) is not None:
+            group.computed[request.request_id] = request
+            self._release_parked(group)
+
+    def stopped(self, request: Request) -> None:
+        """A sequence has left the device."""
+        if request.parent_id is None:
+            return
+        group = self._groups[request.parent_id]
+        group.computing.pop(request.request_id, None)
+        group.computed.pop(request.request_id, None)
+        if not group.computing:
+            self._release_parked(group)
+
+    def remove(self, request: Request) -> None:
+        """A sequence has ended, wherever it was."""
+        if request.parent_id is None:
+            return
+        group = self._groups[request.parent_id]
+        group.parked.pop(request.request_id, None)
+        self.stopped(request)
+        del group.members[request.request_id]
+        if not group.members:
+            del self._groups[request.parent_id]
+
+    def _release_parked(self, group: _Group) -> None:
+        for request in group.parked.values():
+            self._waiting.push(request)
+        group.parked.clear()
