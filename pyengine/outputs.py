@@ -63,3 +63,4 @@ class RequestOutput:
     prompt_logprobs: list[PositionLogprobs | None] | None = None  # first position is None
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     metrics: RequestMetrics | None = field(default=None, repr=False)
+    error: str | None = None  # why the request failed, where its choices finished with reason "error"
