@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from pyengine.server.lifecycle import LOADER_THREAD, InferenceServer, run
 
         async def serve() -> int:
-            server = InferenceServer(server_args, _engine_factory(engine_args), importlib.metadata.version("pyengine"))
+            server = InferenceServer(server_args, _engine_factory(engine_args), _version())
             return await run(server, announce=_announce, stop_now=_stop_now)
 
         code = asyncio.run(serve())
@@ -53,6 +53,13 @@ def _engine_factory(args: EngineArgs) -> Callable[[], EngineClient]:
         return AsyncLLMEngine(LLMEngine(args))
 
     return make_engine
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("pyengine")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"  # run from a source tree
 
 
 def _announce(server: InferenceServer) -> None:

@@ -53,6 +53,12 @@ class EngineClient(Protocol):
 
     async def detokenize(self, token_ids: Sequence[int]) -> str: ...
 
+    def stalled_for(self) -> float:
+        """Seconds for which there has been work and no step; 0 without work."""
+
+    def where(self) -> str:
+        """Where the step thread is, for a log line about a stalled engine."""
+
     def stats(self) -> dict[str, Any]: ...
 
     def shutdown(self) -> None:

@@ -28,6 +28,7 @@ class ServerArgs:
     max_message_bytes: int = 4 * 2**20  # largest request or response message
     max_concurrent_requests: int = 4096  # Generate and Complete calls in flight; more get RESOURCE_EXHAUSTED
     shutdown_timeout: float = 30.0  # seconds that running requests get to finish after SIGTERM
+    watchdog_timeout: float = 60.0  # seconds that requests may wait without a step before health turns NOT_SERVING
     trust_request_chat_template: bool = False  # let clients send chat templates, which are programs
     log_level: LogLevel | None = None  # PYENGINE_LOG_LEVEL or info by default
 
@@ -40,6 +41,8 @@ class ServerArgs:
             raise ConfigError("max_concurrent_requests", f"must be 1 or more, got {self.max_concurrent_requests}")
         if not 0 <= self.shutdown_timeout < 1e6:
             raise ConfigError("shutdown_timeout", f"must be 0 or more seconds, got {self.shutdown_timeout}")
+        if not self.watchdog_timeout > 0:
+            raise ConfigError("watchdog_timeout", f"must be more than 0 seconds, got {self.watchdog_timeout}")
 
 
 #: Help groups by field; a field that none names is listed under the last.

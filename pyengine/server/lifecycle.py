@@ -140,8 +140,16 @@ class InferenceServer:
             pass
 
     async def _watch(self, engine: EngineClient) -> None:
-        """Notice a dead engine when no request is there to notice it."""
+        """Notice a dead engine when no request is there to notice it, and one that has work and makes no step."""
+        is_stalled = False
         while not engine.errored:
+            if (engine.stalled_for() > self.args.watchdog_timeout) != is_stalled:
+                is_stalled = not is_stalled
+                if is_stalled:
+                    logger.error("no step for %.0f s, though requests wait; at\n%s", engine.stalled_for(), engine.where())
+                else:
+                    logger.info("steps are made again")
+                await self._set_health(serving=not is_stalled)
             await asyncio.sleep(ENGINE_POLL_SECONDS)
         self.failed.set()
 

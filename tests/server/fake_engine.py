@@ -47,7 +47,8 @@ class FakeRequest:
     cache_salt: str | None
     tenant: str | None
     prompt_token_ids: list[int]
-    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    is_aborted: bool = False
+    woken: asyncio.Event = field(default_factory=asyncio.Event)
     num_pulled: int = 0  # outputs that the server has taken
 
 
@@ -96,14 +97,16 @@ def _check_ids(field: str, token_ids: Sequence[int]) -> None:
 
 
 class FakeEngine:
-    """Outputs come from `script`, one each `delay` seconds; with `hold` set they stop before the `hold`-th until cancelled."""
+    """Outputs come from `script`, one each `delay` seconds; with `hold` set they stop before the `hold`-th until `release`."""
 
     def __init__(self, script: Script = count_up, **args: Any) -> None:
         self.config = fake_config(**args)
         self.script = script
         self.delay = 0.0
         self.hold: int | None = None
+        self.hold_warm_up = False
         self.errored = False
+        self.stalled = 0.0  # seconds
         self.has_tokenizer = True
         self.has_chat_template = True
         self.requests: list[FakeRequest] = []
@@ -148,12 +151,23 @@ class FakeEngine:
             del self.running[request_id]
 
     async def _pause(self, request: FakeRequest, i: int) -> None:
-        holding = self.hold is not None and i >= self.hold and request.request_id != "warm-up"
-        try:
-            await asyncio.wait_for(request.aborted.wait(), None if holding else self.delay)
-        except asyncio.TimeoutError:
-            return
-        raise RequestCancelledError("aborted")
+        await asyncio.sleep(self.delay)
+        while self._is_held(request, i) and not request.is_aborted:
+            await request.woken.wait()
+            request.woken.clear()
+        if request.is_aborted:
+            raise RequestCancelledError("aborted")
+
+    def _is_held(self, request: FakeRequest, i: int) -> bool:
+        if request.request_id == "warm-up":
+            return self.hold_warm_up
+        return self.hold is not None and i >= self.hold
+
+    def release(self) -> None:
+        """Let held requests go on. On the loop."""
+        self.hold, self.hold_warm_up = None, False
+        for request in self.running.values():
+            request.woken.set()
 
     def _check(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         ids = self._encode(prompt)
@@ -175,7 +189,8 @@ class FakeEngine:
     async def abort(self, request_id: str) -> bool:
         request = self.running.get(request_id)
         if request is not None:
-            request.aborted.set()
+            request.is_aborted = True
+            request.woken.set()
         return request is not None
 
     async def tokenize(self, prompt: Prompt) -> list[int]:
@@ -184,6 +199,12 @@ class FakeEngine:
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         _check_ids("token_ids", token_ids)
         return "".join(map(token_text, token_ids))
+
+    def stalled_for(self) -> float:
+        return self.stalled
+
+    def where(self) -> str:
+        return "in the fake step"
 
     def stats(self) -> dict[str, Any]:
         return {"num_blocks": 8, "num_free_blocks": 8 - len(self.running)}

@@ -25,7 +25,7 @@ class RunningServer:
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
-        self.server = self.run(self._start(ServerArgs(port=0, shutdown_timeout=5.0, **args)))
+        self.server = self.run(self._start(ServerArgs(port=0, **args)))
         self.target = self.server.address
         self.channel = grpc.insecure_channel(self.target)
         self.stub = rpc.InferenceStub(self.channel)
