@@ -47,9 +47,9 @@ struct Thread {
   const char* wait_file;  // where it waits, for messages
   int wait_line;
   uint8_t state;
-  std::vector<PendingCopy> copies;     // oldest first
-  std::vector<uint32_t> copy_groups;   // sizes of the committed groups, oldest first
-  uint32_t open_group;                 // copies issued since the last commit
+  std::vector<PendingCopy> copies;    // oldest first
+  std::vector<uint32_t> copy_groups;  // sizes of the committed groups, oldest first
+  uint32_t open_group;                // copies issued since the last commit
 };
 extern Thread* current_thread;
 
@@ -60,15 +60,17 @@ extern Thread* current_thread;
 void block_barrier(const char* file, int line);
 // The last lane to arrive runs `function` over the payloads of all lanes in the mask. `kind` tells collectives apart.
 using WarpFunction = void (*)(void** payload, uint32_t mask);
-void warp_collective(uint32_t mask, const void* kind, void* payload, WarpFunction function, bool orders_memory, const char* file,
-                     int line);
+void warp_collective(uint32_t mask, const void* kind, void* payload, WarpFunction function, bool orders_memory,
+                     const char* file, int line);
 void yield();  // inside a loop that waits for another thread
 
 // ---- launch --------------------------------------------------------------------------------------------------------
 void run_grid(dim3 grid, dim3 block, size_t shared_bytes, void (*body)(void*), void* argument);
 template <typename Body>
 void run_grid(dim3 grid, dim3 block, size_t shared_bytes, Body&& body) {
-  run_grid(grid, block, shared_bytes, [](void* b) { (*static_cast<Body*>(b))(); }, const_cast<void*>(static_cast<const void*>(&body)));
+  run_grid(
+      grid, block, shared_bytes, [](void* b) { (*static_cast<Body*>(b))(); },
+      const_cast<void*>(static_cast<const void*>(&body)));
 }
 
 // ---- memory --------------------------------------------------------------------------------------------------------

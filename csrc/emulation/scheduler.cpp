@@ -79,8 +79,8 @@ Thread* take_ready() {
   for (int i = 0; i < runtime.num_threads && named < 4; i++) {
     const Thread& t = runtime.threads[i];
     if (t.state != kAtBarrier && t.state != kAtCollective) continue;
-    text += " {" + describe(&t) + (t.state == kAtBarrier ? " at the barrier " : " at the warp collective ") + t.wait_file + ":" +
-            std::to_string(t.wait_line) + "}";
+    text += " {" + describe(&t) + (t.state == kAtBarrier ? " at the barrier " : " at the warp collective ") + t.wait_file +
+            ":" + std::to_string(t.wait_line) + "}";
     named++;
   }
   fail(text);
@@ -224,14 +224,14 @@ void yield() {
 
 void block_barrier(const char* file, int line) {
   Barrier& b = runtime.barrier;
-  const std::string here = std::string(file) + ":" + std::to_string(line);
+  auto place = [](const char* f, int l) { return std::string(f) + ":" + std::to_string(l); };
   if (b.arrived.empty()) {
     b.file = file;
     b.line = line;
   } else if (b.file != file || b.line != line) {
-    fail("__syncthreads reached from two places: " + std::string(b.file) + ":" + std::to_string(b.line) + " and " + here);
+    fail("__syncthreads reached from two places: " + place(b.file, b.line) + " and " + place(file, line));
   }
-  if (runtime.num_done) fail("__syncthreads after a thread of the block has exited, at " + here);
+  if (runtime.num_done) fail("__syncthreads after a thread of the block has exited, at " + place(file, line));
   current_thread->state = kAtBarrier;
   current_thread->wait_file = file;
   current_thread->wait_line = line;
@@ -240,8 +240,8 @@ void block_barrier(const char* file, int line) {
   reschedule();
 }
 
-void warp_collective(uint32_t mask, const void* kind, void* payload, WarpFunction function, bool orders_memory, const char* file,
-                     int line) {
+void warp_collective(uint32_t mask, const void* kind, void* payload, WarpFunction function, bool orders_memory,
+                     const char* file, int line) {
   Thread* me = current_thread;
   Warp& warp = runtime.warps[me->warp];
   auto place = [](const char* f, int l) { return std::string(f) + ":" + std::to_string(l); };

@@ -1,0 +1,5 @@
+#include "launch_mma.cuh"
+
+namespace pyengine::cuda {
+template const char* launch_mma<192>(const PagedAttentionParams&, void*);
+}  // namespace pyengine::cuda
