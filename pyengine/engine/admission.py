@@ -1,4 +1,4 @@
-"""Letting a waiting request run: where its first blocks come from, and whether there is room."""
+"""Letting a waiting request run: whether it ever can, whether there is room now, and where its first blocks come from."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pyengine.engine.block_manager import BlockManager, SharedPrefix
 from pyengine.engine.request import Request, RequestStatus
 from pyengine.engine.scheduler_stats import SchedulerStats
 from pyengine.engine.siblings import Siblings
+from pyengine.errors import InvalidRequestError
 from pyengine.scheduler_output import NewRequestData, SchedulerOutput, SwappedInRequestData
 
 
@@ -29,8 +30,30 @@ class Admission:
         self._block_manager = block_manager
         self._siblings = siblings
         self._stats = stats
-        # New requests leave this many blocks free for the running ones to grow into.
-        self._watermark = max(1, block_manager.pool.num_blocks // 100)
+
+    def fit_length(self, request: Request, max_model_len: int) -> None:
+        """Refuse a request that could never finish, and set the length at which this one ends.
+
+        Raises:
+            InvalidRequestError: if the model or the whole pool holds fewer tokens than the request may need. Says both numbers.
+        """
+        num_prompt, max_tokens = request.num_prompt_tokens, request.sampling_params.max_tokens
+        if num_prompt == 0:
+            raise InvalidRequestError("prompt", "must not be empty")
+        pool = self._block_manager.pool
+        pool_size = pool.num_blocks * pool.block_size
+        limit = min(max_model_len, pool_size)
+        name = "the KV pool holds" if pool_size < max_model_len else "max_model_len is"
+        if num_prompt + 1 > limit:
+            raise InvalidRequestError("prompt", f"has {num_prompt} tokens, and {name} {limit}, which must hold one more")
+        if max_tokens is None:
+            request.max_total_tokens = min(request.max_total_tokens, limit)
+            return
+        total = num_prompt + max_tokens
+        if total > limit:
+            message = f"{num_prompt} prompt tokens and max_tokens={max_tokens} make {total}, and {name} {limit}"
+            raise InvalidRequestError("max_tokens", message)
+        request.max_total_tokens = min(request.max_total_tokens, total)
 
     def plan(self, request: Request) -> AdmissionPlan:
         """The way to start that leaves least to compute: the CPU pool, a fork of a sibling, or the prefix cache."""
@@ -47,8 +70,12 @@ class Admission:
         fork = manager.fork_prefix(source.block_table, request.num_prompt_tokens - 1)
         return AdmissionPlan(request, fork, source, fork.num_tokens)
 
-    def has_room(self, plan: AdmissionPlan, num_running: int, num_owed_blocks: int) -> bool:
-        """Whether the pool holds all tokens that this request and the running ones have, and some room to grow.
+    def has_room(self, request: Request, num_blocks: int, num_running: int, num_owed_blocks: int) -> bool:
+        """Whether a request may take that many blocks, some room to grow left over.
+
+        The room is a block for every second running request, and for every one where the request was preempted before, so that
+        it does not soon go again. Simulated on mixed lengths with a pool that holds a fifth of them, half a block each lost
+        least: without it a tenth of all computing was repeated, and a whole block each kept the batch smaller.
 
         Args:
             num_running: running requests; 0: every block is free, so there is room.
@@ -56,12 +83,11 @@ class Admission:
         """
         if num_running == 0:
             return True
-        # A request that comes back must not go again soon, so every running one can grow by a block first.
-        headroom = num_running if plan.request.num_preemptions else self._watermark
-        return self.num_blocks(plan) + headroom <= self._block_manager.num_free_blocks - num_owed_blocks
+        headroom = num_running if request.num_preemptions else (num_running + 1) // 2
+        return num_blocks + headroom <= self._block_manager.num_free_blocks - num_owed_blocks
 
     def num_blocks(self, plan: AdmissionPlan) -> int:
-        """Free blocks that the request takes for all tokens that it has."""
+        """Free blocks that the request takes for all tokens that it has; at least 1."""
         request, manager = plan.request, self._block_manager
         if plan.prefix is not None:
             return manager.num_new_blocks(plan.prefix, request.num_tokens)
@@ -106,6 +132,7 @@ class Admission:
         copies = self._block_manager.swap_in(request.block_table)
         output.blocks_to_swap_in += copies
         self._stats.num_blocks_swapped_in += len(copies)
+        self._stats.num_swapped -= 1
         self._siblings.started(request, request.num_computed_tokens)
 
     def _grow(self, request: Request, num_tokens: int, output: SchedulerOutput) -> None:

@@ -60,6 +60,7 @@ class Preempter:
             output.swapped_out_req_ids.append(request.request_id)
             output.blocks_to_swap_out += copies
             request.status = RequestStatus.SWAPPED
+            self._stats.num_swapped += 1
             self._stats.num_preemptions_swap += 1
             self._stats.num_blocks_swapped_out += len(copies)
         else:

@@ -8,6 +8,7 @@ from enum import Enum, auto
 from pyengine.engine.block_manager import BlockTable
 from pyengine.outputs import FinishReason
 from pyengine.sampling_params import SamplingParams
+from pyengine.scheduler_output import TokenLogprobs
 
 
 class RequestStatus(Enum):
@@ -161,3 +162,14 @@ class Request:
                 continue
             return token_ids[:count]
         return token_ids
+
+    def take_prompt_logprobs(self, start: int, computed: list[TokenLogprobs]) -> list[TokenLogprobs] | None:
+        """Those prompt logprobs that were not reported before: after a preemption a worker computes some again.
+
+        Args:
+            start: the first position that the step computed.
+            computed: entries of positions start + 1 and on.
+        """
+        new = computed[self.next_prompt_logprob - (start + 1) :]
+        self.next_prompt_logprob += len(new)
+        return new or None

@@ -32,7 +32,7 @@ from pyengine.engine.scheduler_stats import SchedulerStats
 from pyengine.engine.siblings import Siblings
 from pyengine.errors import InvalidRequestError
 from pyengine.outputs import FinishReason
-from pyengine.scheduler_output import ModelRunnerOutput, SchedulerOutput, SequenceOutput, TokenLogprobs
+from pyengine.scheduler_output import ModelRunnerOutput, SchedulerOutput, SequenceOutput
 
 
 @dataclass(slots=True)
@@ -69,6 +69,7 @@ class Scheduler:
             scheduler_config.preemption_mode, self.block_manager, self.waiting, self._siblings, self._stats
         )
         self._finished_req_ids: list[str] = []  # to tell the worker with the next step
+        self._to_preempt: set[str] = set()
         self._batch_is_open = True  # with static batching: whether requests may still join
         self._num_added = 0
         self._utilisation_sum = 0.0
@@ -83,7 +84,7 @@ class Scheduler:
         """
         if request.request_id in self.requests:
             raise InvalidRequestError("request_id", f"{request.request_id!r} is in use")
-        self._check_length(request)
+        self._admission.fit_length(request, self.config.max_model_len)
         self._siblings.add(request)
         priority = request.priority if self.config.policy == "priority" else 0
         request.urgency = (priority, self._num_added)
@@ -122,15 +123,17 @@ class Scheduler:
             if request.block_table is not None:
                 self.block_manager.stop_caching(request.block_table)
 
+    def preempt_requests(self, request_ids: Iterable[str]) -> None:
+        """Preempt running requests when the next step begins, but those that are protected then."""
+        self._to_preempt.update(request_ids)
+
     def stats(self) -> SchedulerStats:
         """A snapshot of counters and gauges."""
         stats, manager = self._stats, self.block_manager
-        num_swapped = sum(1 for request in self.requests.values() if request.status is RequestStatus.SWAPPED)
         return replace(
             stats,
             num_running=len(self.running),
-            num_waiting=len(self.requests) - len(self.running) - num_swapped,
-            num_swapped=num_swapped,
+            num_waiting=len(self.requests) - len(self.running) - stats.num_swapped,
             num_blocks=manager.pool.num_blocks,
             num_free_blocks=manager.num_free_blocks,
             num_cpu_blocks=manager.swap_space.num_blocks,
@@ -150,6 +153,8 @@ class Scheduler:
         output = SchedulerOutput(finished_req_ids=self._finished_req_ids)
         self._finished_req_ids = []
         step = _Step(output, self.config.max_num_batched_tokens)
+        if self._to_preempt:
+            self._preempt_as_asked(step)
         if self.config.policy == "priority" and not self.config.static_batching:
             self._admit_urgent(step)
         self._schedule_running(step)
@@ -187,7 +192,10 @@ class Scheduler:
                 first_position = request.num_computed_tokens
                 self._advance(request, num_tokens)
                 new_token_ids = self._append_sampled(request, sampled.get(request_id))
-                prompt_logprobs = self._new_prompt_logprobs(request, first_position, model_runner_output)
+                prompt_logprobs = None
+                if not request.may_match_prefix:
+                    computed = model_runner_output.prompt_logprobs.get(request_id, [])
+                    prompt_logprobs = request.take_prompt_logprobs(first_position, computed)
                 if not new_token_ids and prompt_logprobs is None:
                     continue
                 logprobs = model_runner_output.logprobs.get(request_id)
@@ -210,6 +218,13 @@ class Scheduler:
 
     # ---- scheduling, in the order in which it happens
 
+    def _preempt_as_asked(self, step: _Step) -> None:
+        for request in reversed(self.running.copy()):
+            if request.request_id in self._to_preempt and not request.is_protected:
+                self.running.remove(request)
+                self._preempter.preempt(request, step.output)
+        self._to_preempt.clear()
+
     def _admit_urgent(self, step: _Step) -> None:
         """Let in requests of a higher priority than a running one has; running ones may have to make way.
 
@@ -224,9 +239,10 @@ class Scheduler:
             if self._siblings.park_first():
                 continue
             plan = self._admission.plan(request)
-            if not self._num_grantable_tokens(plan, step) or not self._make_way(plan, step):
+            num_tokens = self._num_grantable_tokens(plan, step)
+            if num_tokens == 0 or not self._make_way(plan, step):
                 break
-            self._admit(plan, step)
+            self._admit(plan, num_tokens, step)
         step.token_budget += num_held_tokens
 
     def _schedule_running(self, step: _Step) -> None:
@@ -298,54 +314,63 @@ class Scheduler:
         return False
 
     def _admit_waiting(self, step: _Step) -> None:
-        """Admit the most urgent request as long as there are tokens, slots and blocks; nobody overtakes it."""
-        if self.config.static_batching:
-            if self.running and not self._batch_is_open:
-                return
-            self._batch_is_open = True
-        if step.token_budget and self.waiting and len(self.running) < self.config.max_num_seqs:
+        """Admit the most urgent request as long as there are tokens, slots and blocks. Nobody overtakes it."""
+        if self.config.static_batching and self.running and not self._batch_is_open:
+            return
+        if self.waiting and step.token_budget and len(self.running) < self.config.max_num_seqs:
             step.num_owed_blocks = sum(map(self._num_owed_blocks, self.running))
             step.num_owed_blocks += sum(map(self._num_owed_blocks, step.admitted))
-            while step.token_budget and (request := self.waiting.peek()) is not None:
-                if self._siblings.park_first():
-                    continue
-                output = step.output
-                if request.request_id in output.preempted_req_ids or request.request_id in output.swapped_out_req_ids:
-                    break
-                plan = self._admission.plan(request)
-                if not self._num_grantable_tokens(plan, step) or not self._fits(plan, step):
-                    break
-                self._admit(plan, step)
-        # A batch may need several steps to be filled, where its prompts exceed the token budget.
-        self._batch_is_open = step.token_budget == 0
+            while (request := self.waiting.peek()) is not None and self._admit_next(request, step):
+                pass
+        # A static batch may take several steps to fill: its prompts exceed the token budget, or siblings wait for a prompt.
+        self._batch_is_open = step.token_budget == 0 or self._siblings.num_parked > 0
+
+    def _admit_next(self, request: Request, step: _Step) -> bool:
+        """Admit the queue's first request, or park it; False: it must wait, and all behind it."""
+        if self._siblings.park_first():
+            return True
+        output = step.output
+        if request.request_id in output.preempted_req_ids or request.request_id in output.swapped_out_req_ids:
+            return False  # it has only just gone
+        if not self._fits(request, 1, step):
+            return False  # whatever it needs, so that a prefix is not looked up in vain at every step
+        plan = self._admission.plan(request)
+        num_tokens = self._num_grantable_tokens(plan, step)
+        if num_tokens == 0 or not self._fits(request, self._admission.num_blocks(plan), step):
+            return False
+        self._admit(plan, num_tokens, step)
+        return True
 
     def _outranks_running(self, request: Request | None) -> bool:
         return request is not None and bool(self.running) and request.priority < self.running[-1].priority
 
     def _make_way(self, plan: AdmissionPlan, step: _Step) -> bool:
         """Preempt running requests of lower priority until the plan fits, if that is enough; say whether it fits."""
-        if self._fits(plan, step):
+        request = plan.request
+        if self._fits(request, self._admission.num_blocks(plan), step):
             return True
-        victims = [r for r in self.running if r.priority > plan.request.priority and not r.is_protected]
+        victims = [r for r in self.running if r.priority > request.priority and not r.is_protected]
         num_kept = len(self.running) + len(step.admitted) - len(victims)
         # At most: blocks that a victim shares with others do not become free.
         num_freed = sum(len(r.block_table.block_ids) + self._num_owed_blocks(r) for r in victims if r.block_table)
+        num_blocks = self._admission.num_blocks(plan)
         if num_kept >= self.config.max_num_seqs:
             return False
-        if num_kept and not self._admission.has_room(plan, num_kept, step.num_owed_blocks - num_freed):
+        if not self._admission.has_room(request, num_blocks, num_kept, step.num_owed_blocks - num_freed):
             return False
-        while victims and not self._fits(plan, step):
+        while victims and not self._fits(request, num_blocks, step):
             victim = victims.pop()  # the least urgent
             step.num_owed_blocks -= self._num_owed_blocks(victim)
             self.running.remove(victim)
             self._preempter.preempt(victim, step.output)
-        return self._fits(plan, step)
+            num_blocks = self._admission.num_blocks(plan)  # what it shared with a victim must now be taken
+        return self._fits(request, num_blocks, step)
 
-    def _fits(self, plan: AdmissionPlan, step: _Step) -> bool:
+    def _fits(self, request: Request, num_blocks: int, step: _Step) -> bool:
         num_running = len(self.running) + len(step.admitted)
         if num_running >= self.config.max_num_seqs:
             return False
-        return self._admission.has_room(plan, num_running, step.num_owed_blocks)
+        return self._admission.has_room(request, num_blocks, num_running, step.num_owed_blocks)
 
     def _num_grantable_tokens(self, plan: AdmissionPlan, step: _Step) -> int:
         """Tokens that the request may compute in this step; 0: it must wait."""
@@ -353,8 +378,7 @@ class Scheduler:
         num_tokens = self._chunk(remaining, step.token_budget)
         return num_tokens if self.config.enable_chunked_prefill or num_tokens == remaining else 0
 
-    def _admit(self, plan: AdmissionPlan, step: _Step) -> None:
-        num_tokens = self._num_grantable_tokens(plan, step)
+    def _admit(self, plan: AdmissionPlan, num_tokens: int, step: _Step) -> None:
         request = self.waiting.pop()
         assert request is plan.request
         self._admission.start(plan, num_tokens, step.output)
@@ -393,17 +417,6 @@ class Scheduler:
         request.is_protected = False
         return request.append_output_tokens(token_ids)
 
-    def _new_prompt_logprobs(
-        self, request: Request, start: int, model_runner_output: ModelRunnerOutput
-    ) -> list[TokenLogprobs] | None:
-        """Prompt logprobs that were not reported yet: after a preemption the worker computes some again."""
-        if request.may_match_prefix:
-            return None
-        computed = model_runner_output.prompt_logprobs.get(request.request_id, [])
-        new = computed[request.next_prompt_logprob - (start + 1) :]
-        request.next_prompt_logprob += len(new)
-        return new or None
-
     def _end(self, request: Request) -> None:
         if request.block_table is not None:
             self.block_manager.free(request.block_table)
@@ -412,29 +425,10 @@ class Scheduler:
             self._finished_req_ids.append(request.request_id)  # the worker knows it
         if request.request_id in self.waiting:
             self.waiting.remove(request)
+        self._stats.num_swapped -= request.status is RequestStatus.SWAPPED
         self._siblings.remove(request)
         request.status = RequestStatus.FINISHED
         del self.requests[request.request_id]
-
-    def _check_length(self, request: Request) -> None:
-        """Refuse what can never finish, and set the length at which the request ends."""
-        num_prompt, max_tokens = request.num_prompt_tokens, request.sampling_params.max_tokens
-        if num_prompt == 0:
-            raise InvalidRequestError("prompt", "must not be empty")
-        pool = self.block_manager.pool
-        pool_size = pool.num_blocks * pool.block_size
-        limit = min(self.config.max_model_len, pool_size)
-        name = "the KV pool holds" if pool_size < self.config.max_model_len else "max_model_len is"
-        if num_prompt + 1 > limit:
-            raise InvalidRequestError("prompt", f"has {num_prompt} tokens, and {name} {limit}, which must hold one more")
-        if max_tokens is None:
-            request.max_total_tokens = min(request.max_total_tokens, limit)
-            return
-        total = num_prompt + max_tokens
-        if total > limit:
-            message = f"{num_prompt} prompt tokens and max_tokens={max_tokens} make {total}, and {name} {limit}"
-            raise InvalidRequestError("max_tokens", message)
-        request.max_total_tokens = min(request.max_total_tokens, total)
 
 
 def _urgency(request: Request) -> tuple[int, int]:

@@ -27,6 +27,7 @@ class Siblings:
     def __init__(self, waiting: RequestQueue) -> None:
         self._waiting = waiting
         self._groups: dict[str, _Group] = {}
+        self._num_parked = 0
 
     def add(self, request: Request) -> None:
         """A sequence was added.
@@ -43,6 +44,11 @@ class Siblings:
             break
         group.members[request.request_id] = request
 
+    @property
+    def num_parked(self) -> int:
+        """Requests that wait for a sibling."""
+        return self._num_parked
+
     def source(self, request: Request) -> Request | None:
         """A sibling whose blocks hold the prompt, the last token perhaps missing."""
         if request.parent_id is None:
@@ -58,6 +64,7 @@ class Siblings:
         if group.computed or not group.computing:
             return False
         group.parked[request.request_id] = self._waiting.pop()
+        self._num_parked += 1
         return True
 
     def started(self, request: Request, num_computed_tokens: int) -> None:
@@ -95,7 +102,8 @@ class Siblings:
         if request.parent_id is None:
             return
         group = self._groups[request.parent_id]
-        group.parked.pop(request.request_id, None)
+        if group.parked.pop(request.request_id, None) is not None:
+            self._num_parked -= 1
         self.stopped(request)
         del group.members[request.request_id]
         if not group.members:
@@ -104,4 +112,5 @@ class Siblings:
     def _release_parked(self, group: _Group) -> None:
         for request in group.parked.values():
             self._waiting.push(request)
+        self._num_parked -= len(group.parked)
         group.parked.clear()

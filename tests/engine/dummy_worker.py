@@ -1,8 +1,8 @@
 """A worker without a model, that knows exactly what every KV slot must hold.
 
-The KV of a token depends on all tokens before it, so a slot's content is modelled as a hash of the sequence up to its token (and
-of the sequence's cache salt, across which nothing may be shared). Before a token is computed, every earlier slot of its sequence
-must hold that sequence's own hashes. A block that was shared, matched, copied, swapped or reused wrongly shows at once.
+The KV of a token depends on all tokens before it, so a slot's content is modelled as a hash of the sequence up to its token
+(and of the sequence's cache salt, across which nothing may be shared). Before a token is computed, every earlier slot of its
+sequence must hold that sequence's own hashes. A block that was shared, matched, copied or swapped wrongly shows at once.
 """
 
 from __future__ import annotations
