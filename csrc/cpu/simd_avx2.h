@@ -71,6 +71,11 @@ inline VecF zero_below(VecF x, VecF key, float bound) {
   return {_mm256_andnot_ps(_mm256_cmp_ps(key.v, _mm256_set1_ps(bound), _CMP_LT_OQ), x.v)};
 }
 
+// a < b ? yes : no, lane by lane; NaN compares false.
+inline VecF select_less(VecF a, VecF b, VecF yes, VecF no) {
+  return {_mm256_blendv_ps(no.v, yes.v, _mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ))};
+}
+
 // The order of the sum is fixed: halves, then halves of them.
 inline float hsum(VecF x) {
   __m128 s = _mm_add_ps(_mm256_castps256_ps128(x.v), _mm256_extractf128_ps(x.v, 1));

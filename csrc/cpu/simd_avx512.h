@@ -72,6 +72,11 @@ inline VecF zero_below(VecF x, VecF key, float bound) {
   return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(key.v, _mm512_set1_ps(bound), _CMP_NLT_UQ), x.v)};
 }
 
+// a < b ? yes : no, lane by lane; NaN compares false.
+inline VecF select_less(VecF a, VecF b, VecF yes, VecF no) {
+  return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), no.v, yes.v)};
+}
+
 // The order of the sum is fixed: halves, then halves of them.
 inline float hsum(VecF x) {
   const __m256 h = _mm256_add_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1));

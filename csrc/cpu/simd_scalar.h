@@ -55,6 +55,9 @@ inline VecF pow2_int(VecF n) { return {reinterpret_cast<FloatLanes>((__builtin_c
 // x where `key` >= bound or is NaN, 0 elsewhere.
 inline VecF zero_below(VecF x, VecF key, float bound) { return select(key.v < set1(bound).v, zero(), x); }
 
+// a < b ? yes : no, lane by lane; NaN compares false.
+inline VecF select_less(VecF a, VecF b, VecF yes, VecF no) { return select(a.v < b.v, yes, no); }
+
 // The order of the sum is fixed: halves, then neighbours.
 inline float hsum(VecF x) { return (x.v[0] + x.v[2]) + (x.v[1] + x.v[3]); }
 inline float hmax(VecF x) {

@@ -1,0 +1,262 @@
+// One tile of attention: the query rows (token, head of the group) of a run of tokens, against the keys of one KV head.
+#pragma once
+#include "../../cpu/with_type.h"
+#include "key_block.h"
+#include "softmax.h"
+
+namespace pyengine::cpu {
+namespace PE_ISA {
+
+constexpr int kWidePanelColumns = kPanel * (kWidePanels > kPanels ? kWidePanels : kPanels);
+
+struct AttentionTile {
+  int seq, kv_head;
+  int first_token, num_tokens;  // within the sequence's query
+  int64_t first_position;       // of first_token
+  int64_t begin, end;           // positions that any row sees
+};
+
+// Sizes that one launch's tiles share.
+struct TileShape {
+  int group;     // query heads of a KV head
+  int max_rows;  // of a tile
+  int padded_k;  // head_dim, rounded up to whole chunks of packed A
+  int ld_out;    // head_dim, rounded up to whole groups of panels
+  int ld_value;  // head_dim, rounded up to whole panels
+
+  TileShape(const PagedAttentionParams& p, int tokens)
+      : group(p.num_heads / p.num_kv_heads),
+        max_rows(tokens * group),
+        padded_k(round_up(p.head_dim, kChunk)),
+        ld_out(round_up(p.head_dim, kWidePanelColumns)),
+        ld_value(round_up(p.head_dim, kPanel)) {}
+
+  int64_t state_floats(int rows) const { return round_up(rows * (ld_out + 2), kPanel); }
+  SoftmaxState state(float* memory, int rows) const {
+    return {memory, memory + rows * ld_out, memory + rows * ld_out + rows, ld_out};
+  }
+};
+
+// A tile's working memory, cut from one allocation.
+struct TileMemory {
+  float* query;   // packed [row tile][head_dim / 64][rows][64]
+  float* logits;  // [rows, kKeyBlock]
+  float* keys;    // [head_dim, kKeyBlock]
+  float* values;  // [kKeyBlock, ld_value]
+  float* states;  // two of [rows]
+  int* visible;   // [rows, 2]
+
+  static int64_t floats(const TileShape& shape, int head_dim) {
+    return int64_t{shape.max_rows} * (shape.padded_k + kKeyBlock + 2) + int64_t{kKeyBlock} * (head_dim + shape.ld_value) +
+           2 * shape.state_floats(shape.max_rows);
+  }
+  TileMemory(float* memory, const TileShape& shape, int head_dim)
+      : query(memory),
+        logits(query + shape.max_rows * shape.padded_k),
+        keys(logits + shape.max_rows * kKeyBlock),
+        values(keys + head_dim * kKeyBlock),
+        states(values + kKeyBlock * shape.ld_value),
+        visible(reinterpret_cast<int*>(states + 2 * shape.state_floats(shape.max_rows))) {}
+};
+
+// out [rows, 16 NP] += weights [rows, kKeyBlock] * values, over tokens [begin, end) of a block.
+template <class T>
+struct WeightedSumArgs {
+  const float* weights;
+  const KeyBlock<T>* block;
+  int begin, end;
+  const int* columns;  // [panels], first column of each panel
+  float* out;
+  int ld_out;
+};
+
+struct WeightedSum {
+  template <int MR, int NP, class T>
+  static void run(const WeightedSumArgs<T>& args) {
+    Accumulators<MR, NP * kPanelVecs> acc;
+    load_tile(acc, args.out, args.ld_out);
+    for (int i = 0; i < args.block->num_runs; i++) {
+      const ValueRun<T>& values = args.block->runs[i];
+      const int begin = values.offset > args.begin ? values.offset : args.begin;
+      const int run_end = values.offset + values.count, end = run_end < args.end ? run_end : args.end;
+      if (begin >= end) continue;
+      const T* b[NP];
+#pragma GCC unroll 4
+      for (int p = 0; p < NP; p++) b[p] = values.values + (begin - values.offset) * args.block->value_stride + args.columns[p];
+      accumulate<MR, NP, kKeyBlock>(acc, args.weights + begin, b, args.block->value_stride, end - begin);
+    }
+    store_tile(acc, args.out, args.ld_out);
+  }
+};
+
+template <class T>
+class TileRunner {
+ public:
+  TileRunner(const PagedAttentionParams& p, const TileShape& shape, const AttentionTile& tile, const LaneIndices& indices,
+             float* memory)
+      : p_(p),
+        shape_(shape),
+        tile_(tile),
+        indices_(indices),
+        memory_(memory, shape, p.head_dim),
+        pages_(p, tile.seq, tile.kv_head),
+        num_rows_(tile.num_tokens * shape.group),
+        row_tiles_(num_rows_),
+        options_{p.scale, p.logit_softcap, p.alibi_slopes != nullptr} {
+    with_float_type(p.dtype, [&](auto type) {
+      pack_query(static_cast<const decltype(type)*>(p.query));
+      return nullptr;
+    });
+  }
+
+  int num_rows() const { return num_rows_; }
+  SoftmaxState scratch_state(int i) const {
+    return shape_.state(memory_.states + i * shape_.state_floats(shape_.max_rows), num_rows_);
+  }
+
+  // The state of all rows after partition `index` alone.
+  void run_partition(int64_t index, const SoftmaxState& state) const {
+    state.clear(num_rows_);
+    const int64_t first = index * kPartition;
+    for (int64_t start = first; start < first + kPartition && start < tile_.end; start += kKeyBlock) {
+      if (start + kKeyBlock <= tile_.begin) continue;
+      const int begin = tile_.begin > start ? static_cast<int>(tile_.begin - start) : 0;
+      const int end = tile_.end - start < kKeyBlock ? static_cast<int>(tile_.end - start) : kKeyBlock;
+      if constexpr (sizeof(T) > 1) {
+        if (pages_.direct(num_rows_)) {
+          run_block(start, pages_.view(start, begin, end), state);
+          continue;
+        }
+      }
+      run_block(start, pages_.widened(start, begin, end, memory_.keys, memory_.values), state);
+    }
+  }
+
+  // Normalises and writes every row.
+  void finish(const SoftmaxState& state) const {
+    with_float_type(p_.dtype, [&](auto type) {
+      finish_rows(state, static_cast<decltype(type)*>(p_.out));
+      return nullptr;
+    });
+  }
+
+ private:
+  // Rows of a row tile that meet pages of type B.
+  template <class B>
+  static constexpr int kMost = sizeof(B) == sizeof(float) || kMaxRows < kDirectRows ? kMaxRows : kDirectRows;
+
+  // Rows are ordered token by token, the heads of the group inside.
+  int head_of(int row) const { return tile_.kv_head * shape_.group + row % shape_.group; }
+  int64_t token_of(int row) const { return p_.query_start_loc[tile_.seq] + tile_.first_token + row / shape_.group; }
+
+  template <class Q>
+  void finish_rows(const SoftmaxState& state, Q* out) const {
+    for (int row = 0; row < num_rows_; row++) {
+      const int head = head_of(row);
+      const float* sink = p_.sinks != nullptr ? p_.sinks + head : nullptr;
+      const float lse =
+          finish_row(state, row, sink, p_.head_dim, out + token_of(row) * p_.out_token_stride + int64_t{head} * p_.head_dim);
+      if (p_.lse != nullptr) p_.lse[token_of(row) * p_.num_heads + head] = lse;
+    }
+  }
+
+  template <class Q>
+  void pack_query(const Q* query) const {
+    for (int tile = 0; tile < row_tiles_.count; tile++) {
+      const int first = row_tiles_.first_row(tile), rows = row_tiles_.rows_of(tile);
+      for (int r = 0; r < rows; r++) {
+        const Q* row = query + token_of(first + r) * p_.query_token_stride + int64_t{head_of(first + r)} * p_.head_dim;
+        float* out = memory_.query + first * shape_.padded_k + r * kChunk;
+        for (int k = 0; k < p_.head_dim; k += kChunk, out += rows * kChunk) {
+          const int count = p_.head_dim - k < kChunk ? p_.head_dim - k : kChunk;
+          for (int i = 0; i < count; i += kLanes) store(out + i, load_partial(row + k + i, count - i));
+        }
+      }
+    }
+  }
+
+  template <class B>
+  void run_block(int64_t start, const KeyBlock<B>& block, const SoftmaxState& state) const {
+    multiply_keys(block);
+    for (int row = 0; row < num_rows_; row++) {
+      const int64_t position = tile_.first_position + row / shape_.group;
+      const int64_t window_begin = p_.sliding_window > 0 ? position - p_.sliding_window + 1 - start : 0;
+      const int begin =
+          window_begin > block.begin ? static_cast<int>(window_begin < block.end ? window_begin : block.end) : block.begin;
+      const int end = position + 1 - start < block.end ? static_cast<int>(position + 1 - start) : block.end;
+      memory_.visible[2 * row] = begin;
+      memory_.visible[2 * row + 1] = end;
+      if (begin >= end) continue;
+      softmax_row(memory_.logits + row * kKeyBlock, begin, end, options_, options_.alibi ? p_.alibi_slopes[head_of(row)] : 0.0f,
+                  static_cast<float>(start - position), indices_, state.out + row * state.ld, state.ld, state.max + row,
+                  state.sum + row);
+    }
+    for (int tile = 0; tile < row_tiles_.count; tile++) add_values(block, tile, state);
+  }
+
+  // logits [rows, kKeyBlock] = query * keys, in whole panels; columns outside the block's keys hold anything.
+  template <class B>
+  void multiply_keys(const KeyBlock<B>& block) const {
+    const int panels = panels_for(row_tiles_.max_rows());
+    const int first = block.begin / kPanel, last = (block.end - 1) / kPanel;
+    for (int group = first / panels * panels; group <= last; group += panels) {
+      const B* keys[kWidePanelColumns / kPanel];
+      for (int i = 0; i < panels; i++) {
+        keys[i] = block.groups[group + i < first ? first : group + i > last ? last : group + i];
+      }
+      for (int tile = 0; tile < row_tiles_.count; tile++) {
+        const int row = row_tiles_.first_row(tile);
+        with_tile_shape<GemmTile, kMost<B>>(
+            row_tiles_.rows_of(tile), row_tiles_.max_rows(),
+            GemmTileArgs<B>{memory_.query + row * shape_.padded_k, keys, block.key_stride, p_.head_dim,
+                            memory_.logits + row * kKeyBlock + group * kPanel, kKeyBlock, false});
+      }
+    }
+  }
+
+  // The rows of a tile share the keys that all of them see; what only some see, before and after, goes row by row. So a row
+  // never touches a value that it must not see, and each row's chain of fma is the same in any company.
+  template <class B>
+  void add_values(const KeyBlock<B>& block, int tile, const SoftmaxState& state) const {
+    const int first = row_tiles_.first_row(tile), rows = row_tiles_.rows_of(tile);
+    int begin = 0, end = kKeyBlock;
+    for (int row = first; row < first + rows; row++) {
+      begin = memory_.visible[2 * row] > begin ? memory_.visible[2 * row] : begin;
+      end = memory_.visible[2 * row + 1] < end ? memory_.visible[2 * row + 1] : end;
+    }
+    if (begin >= end) {
+      for (int row = first; row < first + rows; row++)
+        add_range(block, row, 1, memory_.visible[2 * row], memory_.visible[2 * row + 1], state);
+      return;
+    }
+    for (int row = first; row < first + rows; row++) add_range(block, row, 1, memory_.visible[2 * row], begin, state);
+    add_range(block, first, rows, begin, end, state);
+    for (int row = first; row < first + rows; row++) add_range(block, row, 1, end, memory_.visible[2 * row + 1], state);
+  }
+
+  template <class B>
+  void add_range(const KeyBlock<B>& block, int row, int rows, int begin, int end, const SoftmaxState& state) const {
+    if (begin >= end) return;
+    const int panels = panels_for(rows), total = shape_.ld_value / kPanel;
+    for (int panel = 0; panel < total; panel += panels) {
+      int columns[kWidePanelColumns / kPanel];
+      for (int i = 0; i < panels; i++) columns[i] = kPanel * (panel + i < total ? panel + i : total - 1);
+      with_tile_shape<WeightedSum, kMost<B>>(rows, rows,
+                                             WeightedSumArgs<B>{memory_.logits + row * kKeyBlock, &block, begin, end, columns,
+                                                                state.out + row * state.ld + panel * kPanel, state.ld});
+    }
+  }
+
+  const PagedAttentionParams& p_;
+  const TileShape& shape_;
+  const AttentionTile& tile_;
+  const LaneIndices& indices_;
+  TileMemory memory_;
+  SequencePages<T> pages_;
+  int num_rows_;
+  RowTiles row_tiles_;
+  LogitOptions options_;
+};
+
+}  // namespace PE_ISA
+}  // namespace pyengine::cpu

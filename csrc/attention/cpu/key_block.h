@@ -1,0 +1,134 @@
+// One block of kKeyBlock keys and values of one sequence and KV head, as operands for the micro-kernels: either the cache's own
+// pages, or a widened copy.
+#pragma once
+#include "../../cpu/gemm_tile.h"
+#include "../params.h"
+
+namespace pyengine::cpu {
+namespace PE_ISA {
+
+// Keys are reduced in blocks that start at multiples of kKeyBlock, blocks are gathered in partitions that start at multiples
+// of kPartition, and partitions are merged in order: what a row's result looks like depends on its own position alone.
+constexpr int kKeyBlock = 128;
+constexpr int kPartition = 256;
+constexpr int kGroups = kKeyBlock / kPanel;
+constexpr int kDirectRows = 8;  // with more query rows than this, half-precision pages are widened once for all of them
+static_assert(kPartition % kKeyBlock == 0);
+
+constexpr int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
+
+// A run of tokens whose values lie one stride apart. `offset` is the first token's place in the block.
+template <class T>
+struct ValueRun {
+  const T* values;
+  int offset, count;
+};
+
+template <class T>
+struct KeyBlock {
+  int begin, end;            // tokens of the block that are in use
+  const T* groups[kGroups];  // keys [head_dim, 16], rows key_stride apart, of each 16 tokens that hold one in use
+  int64_t key_stride;
+  ValueRun<T> runs[kGroups];  // of [begin, end)
+  int num_runs;
+  int64_t value_stride;
+};
+
+// Where a sequence's keys and values of one KV head lie.
+template <class T>
+class SequencePages {
+ public:
+  SequencePages(const PagedAttentionParams& p, int seq, int kv_head)
+      : p_(p),
+        kv_head_(kv_head),
+        table_(p.block_table + seq * p.block_table_stride),
+        k_(static_cast<const T*>(p.k_cache) + kv_head * p.k_head_stride),
+        v_(static_cast<const T*>(p.v_cache) + kv_head * p.v_head_stride) {}
+
+  // Pages feed the micro-kernels as they are when 16 tokens of a key page, and 16 dimensions of a value, can be read at once.
+  bool direct(int rows) const {
+    static_assert(sizeof(T) > 1, "8-bit pages are widened");
+    return p_.block_size % kPanel == 0 && p_.head_dim % kPanel == 0 && (sizeof(T) == sizeof(float) || rows <= kDirectRows);
+  }
+
+  // Tokens [first + begin, first + end), `first` being the block's first position.
+  KeyBlock<T> view(int64_t first, int begin, int end) const {
+    KeyBlock<T> block{begin, end, {}, p_.k_dim_stride, {}, 0, p_.v_token_stride};
+    for (int group = begin / kPanel; group * kPanel < end; group++) block.groups[group] = key(first + group * kPanel);
+    for (int token = begin; token < end;) {
+      const int count = run_length(first + token, end - token);
+      block.runs[block.num_runs++] = {value(first + token), token, count};
+      token += count;
+    }
+    return block;
+  }
+
+  // The same, widened to fp32 and dequantised: keys [head_dim, kKeyBlock], values [kKeyBlock, round_up(head_dim, 16)].
+  KeyBlock<float> widened(int64_t first, int begin, int end, float* keys, float* values) const {
+    const int width = round_up(p_.head_dim, kPanel);
+    for (int token = begin; token < end;) {
+      const int count = run_length(first + token, end - token);
+      widen_keys(first + token, count, keys + token);
+      for (int i = 0; i < count; i++) widen_value(first + token + i, values + (token + i) * width);
+      token += count;
+    }
+    KeyBlock<float> block{begin, end, {}, kKeyBlock, {}, 1, width};
+    for (int group = begin / kPanel; group * kPanel < end; group++) block.groups[group] = keys + group * kPanel;
+    block.runs[0] = {values + begin * width, begin, end - begin};
+    return block;
+  }
+
+ private:
+  int64_t page(int64_t position) const { return table_[position >> p_.block_shift]; }
+  int64_t slot(int64_t position) const { return position & (p_.block_size - 1); }
+  const T* key(int64_t position) const { return k_ + page(position) * p_.k_block_stride + slot(position) * p_.k_token_stride; }
+  const T* value(int64_t position) const {
+    return v_ + page(position) * p_.v_block_stride + slot(position) * p_.v_token_stride;
+  }
+
+  // Tokens from `position` on that share its page, at most `limit`.
+  int run_length(int64_t position, int limit) const {
+    const int64_t left = p_.block_size - slot(position);
+    return left < limit ? static_cast<int>(left) : limit;
+  }
+
+  // The factor of one token's keys or values, INT8 and FP8 only.
+  float scale_of(const float* scale, int64_t block_stride, int64_t head_stride, int64_t position) const {
+    if (scale == nullptr) return 1.0f;
+    return p_.scale_per_token ? scale[page(position) * block_stride + kv_head_ * head_stride + slot(position)]
+                              : scale[kv_head_];
+  }
+
+  void widen_keys(int64_t position, int count, float* out) const {
+    const T* source = key(position);
+    float scale[kKeyBlock];
+    if (p_.k_scale != nullptr) {
+      for (int i = 0; i < count; i++)
+        scale[i] = scale_of(p_.k_scale, p_.k_scale_block_stride, p_.k_scale_head_stride, position + i);
+    }
+    for (int d = 0; d < p_.head_dim; d++, source += p_.k_dim_stride, out += kKeyBlock) {
+      for (int i = 0; i < count; i += kLanes) {
+        VecF x = load_partial(source + i, count - i);
+        if (p_.k_scale != nullptr) x *= load_partial(scale + i, count - i);
+        store_partial(out + i, x, count - i);
+      }
+    }
+  }
+
+  void widen_value(int64_t position, float* out) const {
+    const T* source = value(position);
+    const VecF scale = set1(scale_of(p_.v_scale, p_.v_scale_block_stride, p_.v_scale_head_stride, position));
+    int d = 0;
+    for (; d < p_.head_dim; d += kLanes) store(out + d, load_partial(source + d, p_.head_dim - d) * scale);
+    for (; d < round_up(p_.head_dim, kPanel); d += kLanes) store(out + d, zero());
+  }
+
+  const PagedAttentionParams& p_;
+  int kv_head_;
+  const int32_t* table_;
+  const T* k_;
+  const T* v_;
+};
+
+}  // namespace PE_ISA
+}  // namespace pyengine::cpu

@@ -1,0 +1,125 @@
+// Scatters the step's new keys and values to their slots of the paged cache, converting or quantising them.
+#include <type_traits>
+
+#include "../../cpu/parallel.h"
+#include "../../cpu/simd.h"
+#include "../../cpu/with_type.h"
+#include "../params.h"
+
+namespace pyengine::cpu {
+namespace PE_ISA {
+namespace {
+
+constexpr int kTokensPerUnit = 16;
+constexpr int64_t kSerialLimit = 32 * 1024;  // elements; below, waking threads costs more than the work
+
+// Where one side's (keys' or values') element goes.
+template <class T, class C>
+struct CacheSide {
+  const T* source;  // [num_tokens, num_kv_heads, head_dim]
+  C* cache;         // [num_blocks, num_kv_heads, block_size, head_dim], by strides
+  float* scale;
+  int64_t source_stride, block_stride, head_stride, token_stride, dim_stride, scale_block_stride, scale_head_stride;
+};
+
+template <class T, class C>
+CacheSide<T, C> key_side(const ReshapeAndCacheParams& p) {
+  return {static_cast<const T*>(p.key),
+          static_cast<C*>(p.k_cache),
+          p.k_scale,
+          p.key_token_stride,
+          p.k_block_stride,
+          p.k_head_stride,
+          p.k_token_stride,
+          p.k_dim_stride,
+          p.k_scale_block_stride,
+          p.k_scale_head_stride};
+}
+template <class T, class C>
+CacheSide<T, C> value_side(const ReshapeAndCacheParams& p) {
+  return {static_cast<const T*>(p.value),
+          static_cast<C*>(p.v_cache),
+          p.v_scale,
+          p.value_token_stride,
+          p.v_block_stride,
+          p.v_head_stride,
+          p.v_token_stride,
+          p.v_dim_stride,
+          p.v_scale_block_stride,
+          p.v_scale_head_stride};
+}
+
+// Symmetric, one scale for each token and head: code = x * 127 / max |x|, to nearest even. NaN makes the scale NaN.
+template <class T>
+float quantize_int8(const T* x, int n, int8_t* out, int64_t stride) {
+  float largest = 0.0f;
+  for (int i = 0; i < n; i++) {
+    const float magnitude = __builtin_fabsf(to_float(x[i]));
+    if (!(magnitude <= largest)) largest = magnitude;  // a NaN enters here, and stays
+    if (largest != largest) break;
+  }
+  const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
+  for (int i = 0; i < n; i++) {
+    const float code = to_float(x[i]) * inverse;
+    out[i * stride] = static_cast<int8_t>(code == code ? __builtin_rintf(code) : 0.0f);
+  }
+  return largest / 127.0f;
+}
+
+template <class T, class C>
+void write_head(const CacheSide<T, C>& side, const T* x, int head, int head_dim, int64_t block, int offset) {
+  C* out = side.cache + block * side.block_stride + head * side.head_stride + offset * side.token_stride;
+  if constexpr (std::is_same_v<C, int8_t>) {
+    side.scale[block * side.scale_block_stride + head * side.scale_head_stride + offset] =
+        quantize_int8(x, head_dim, out, side.dim_stride);
+  } else if constexpr (std::is_same_v<T, C>) {
+    for (int i = 0; i < head_dim; i++) out[i * side.dim_stride] = x[i];
+  } else {
+    const float scale = sizeof(C) == 1 && side.scale != nullptr ? side.scale[head] : 1.0f;
+    for (int i = 0; i < head_dim; i++) from_float(to_float(x[i]) / scale, out + i * side.dim_stride);
+  }
+}
+
+// Head by head, because neighbouring tokens write into the same cache lines of a dimension-major page.
+template <class T, class C>
+void write_tokens(const ReshapeAndCacheParams& p, const CacheSide<T, C>& side, int64_t begin, int64_t end) {
+  for (int head = 0; head < p.num_kv_heads; head++) {
+    for (int64_t token = begin; token < end; token++) {
+      const int64_t slot = p.slot_mapping[token];
+      if (slot < 0) continue;
+      write_head(side, side.source + token * side.source_stride + int64_t{head} * p.head_dim, head, p.head_dim,
+                 slot >> p.block_shift, static_cast<int>(slot & (p.block_size - 1)));
+    }
+  }
+}
+
+template <class T, class C>
+const char* run(const ReshapeAndCacheParams& p) {
+  const CacheSide<T, C> keys = key_side<T, C>(p), values = value_side<T, C>(p);
+  if (int64_t{p.num_tokens} * p.num_kv_heads * p.head_dim <= kSerialLimit) {
+    write_tokens(p, keys, 0, p.num_tokens);
+    write_tokens(p, values, 0, p.num_tokens);
+    return nullptr;
+  }
+  parallel_for((p.num_tokens + kTokensPerUnit - 1) / kTokensPerUnit, [&](int64_t unit, int) {
+    const int64_t begin = unit * kTokensPerUnit;
+    const int64_t end = begin + kTokensPerUnit < p.num_tokens ? begin + kTokensPerUnit : p.num_tokens;
+    write_tokens(p, keys, begin, end);
+    write_tokens(p, values, begin, end);
+  });
+  return nullptr;
+}
+
+}  // namespace
+
+const char* reshape_and_cache(const ReshapeAndCacheParams& p) {
+  if (p.positions != nullptr) return "fused rotary embedding is not built for CPUs";
+  if (p.kv_dtype == DType::kInt8 && (p.k_scale == nullptr || p.v_scale == nullptr))
+    return "an INT8 cache needs k_scale and v_scale";
+  return with_float_type(p.dtype, [&](auto type) {
+    return with_cache_type(p.kv_dtype, [&](auto cache) { return run<decltype(type), decltype(cache)>(p); });
+  });
+}
+
+}  // namespace PE_ISA
+}  // namespace pyengine::cpu
