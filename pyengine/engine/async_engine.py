@@ -299,10 +299,12 @@ class AsyncLLMEngine:
         if not items:
             return
         self._clock.progress()
-        outputs: list[RequestOutput] = []
         for item in items:
             if isinstance(item, str):
-                outputs += self._engine.abort_request(item)
+                outputs = self._engine.abort_request(item)
+                if outputs:
+                    self._stats = self._engine.stats()
+                    self._publish(outputs)  # before a new request with this id runs
                 continue
             stream, source = item
             if stream.is_done:
@@ -314,7 +316,6 @@ class AsyncLLMEngine:
             else:
                 stream.is_running = True
         self._stats = self._engine.stats()
-        self._publish(outputs)
 
     def _publish(self, outputs: Iterable[RequestOutput]) -> None:
         """Put outputs into their streams and wake each event loop once."""

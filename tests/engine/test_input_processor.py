@@ -1,0 +1,215 @@
+"""Prompts and parameters against the model: rules 11, 13 and 19 of the behaviour list."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import sample_tokenizers
+from fake_executor import fake_config
+
+from pyengine.engine.input_processor import MAX_STOP_CHARS, InputProcessor
+from pyengine.errors import InvalidRequestError, UnsupportedError
+from pyengine.inputs import ChatPrompt, Prompt, TextPrompt, TokensPrompt
+from pyengine.sampling_params import SamplingParams
+
+TOKENIZER = sample_tokenizers.byte_level()
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('roles must be good') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<go>{% endif %}{{ extra }}"
+)
+
+
+def processor(tokenizer: Any = TOKENIZER, **args: Any) -> InputProcessor:
+    return InputProcessor(fake_config(vocab_size=len(TOKENIZER), skip_tokenizer_init=tokenizer is None, **args), tokenizer)
+
+
+def refuse(prompt: Any, field: str, made: InputProcessor | None = None, params: Any = None, **options: Any) -> str:
+    with pytest.raises(InvalidRequestError) as caught:
+        (made or processor()).process("r", prompt, params or SamplingParams(), **options)
+    assert caught.value.field == field
+    return caught.value.message
+
+
+def test_text_token_ids_and_defaults() -> None:
+    source = processor().process("r", TextPrompt("the cat"), SamplingParams(seed=3, max_tokens=9))
+    ids = TOKENIZER("the cat").input_ids
+    assert (source.prompt, source.prompt_token_ids, source.max_total_tokens) == ("the cat", ids, len(ids) + 9)
+    assert source.stop_token_ids == {1, TOKENIZER.eos_token_id}
+    assert (source.seed, source.stops, source.bad_words_token_ids) == (3, None, [])
+    source = processor().process("r", TokensPrompt((5, 6)), SamplingParams(stop=["a"], stop_token_ids=[8], ignore_eos=True))
+    assert (source.prompt, source.prompt_token_ids, source.stop_token_ids) == (None, [5, 6], {8})
+    assert source.stops is not None
+    with pytest.raises(AttributeError):
+        source.seed = 4  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "field"),
+    [
+        (TextPrompt(""), "prompt"),
+        (TokensPrompt([]), "prompt_token_ids"),
+        (TokensPrompt([5, -1]), "prompt_token_ids"),
+        (TokensPrompt([5, 10**6]), "prompt_token_ids"),
+        (TokensPrompt([2**80]), "prompt_token_ids"),
+        (TokensPrompt([1.5]), "prompt_token_ids"),  # type: ignore[list-item]
+        (TokensPrompt("text"), "prompt_token_ids"),  # type: ignore[arg-type]
+        (TokensPrompt(5), "prompt_token_ids"),  # type: ignore[arg-type]
+        (TextPrompt(5), "prompt"),  # type: ignore[arg-type]
+        (TextPrompt("a\ud800"), "prompt"),
+        (5, "prompt"),
+        (None, "prompt"),
+    ],
+)
+def test_bad_prompts_name_the_field(prompt: Any, field: str) -> None:
+    """Rule 11."""
+    refuse(prompt, field)
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        (SamplingParams(logit_bias={10**6: 1.0}), "logit_bias"),
+        (SamplingParams(allowed_token_ids=[3, 10**6]), "allowed_token_ids"),
+        (SamplingParams(stop_token_ids=[10**6]), "stop_token_ids"),
+        (SamplingParams(stop=["a\ud800"]), "stop"),
+        (SamplingParams(stop=["a" * (MAX_STOP_CHARS + 1)]), "stop"),
+        (SamplingParams(bad_words=["\udfff"]), "bad_words"),
+        ({"temperature": 1}, "sampling_params"),
+    ],
+)
+def test_ids_out_of_the_vocabulary_and_bad_text_name_the_field(params: Any, field: str) -> None:
+    """Rule 11."""
+    refuse(TextPrompt("the"), field, params=params)
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"priority": 2**40}, "priority"),
+        ({"priority": 0.5}, "priority"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"cache_salt": 4}, "cache_salt"),
+        ({"tenant": ""}, "tenant"),
+    ],
+)
+def test_bad_options_name_the_field(options: dict[str, Any], field: str) -> None:
+    """Rule 11."""
+    refuse(TextPrompt("the"), field, **options)
+
+
+def test_too_long_for_the_model_is_refused_with_both_numbers() -> None:
+    """Rule 13, and never clamped."""
+    made = processor(num_kv_blocks=100)
+    message = refuse(TokensPrompt([5] * 100), "max_tokens", made, SamplingParams(max_tokens=157))
+    assert "100 tokens" in message
+    assert "157, together 257; max_model_len is 256" in message
+    message = refuse(TokensPrompt([5] * 256), "prompt_token_ids", made, SamplingParams(max_tokens=None))
+    assert "256 tokens; max_model_len is 256" in message
+    refuse(TextPrompt("a" * 300), "prompt", made)
+    assert made.process("r", TokensPrompt([5] * 100), SamplingParams(max_tokens=156)).max_total_tokens == 256
+    assert made.process("r", TokensPrompt([5] * 255), SamplingParams(max_tokens=None)).max_total_tokens == 256
+
+
+def test_too_long_for_the_pool_is_refused_with_both_numbers() -> None:
+    """Rule 13: the last token needs no place in the pool."""
+    made = processor(num_kv_blocks=4)
+    message = refuse(TokensPrompt([5] * 40), "max_tokens", made, SamplingParams(max_tokens=26))
+    assert "together 66; the KV pool holds 64 tokens" in message
+    assert made.process("r", TokensPrompt([5] * 40), SamplingParams(max_tokens=25)).max_total_tokens == 65
+    assert made.process("r", TokensPrompt([5] * 40), SamplingParams(max_tokens=None)).max_total_tokens == 65
+
+
+def test_bad_words_are_tokenised_at_the_start_and_after_a_space() -> None:
+    source = processor().process("r", TextPrompt("the"), SamplingParams(bad_words=["the", " the", "cat"]))
+    texts = [TOKENIZER.decode(ids) for ids in source.bad_words_token_ids]
+    assert texts == ["the", " the", "cat", " cat"]
+
+
+def test_without_a_tokenizer() -> None:
+    made = processor(None)
+    for prompt, field in ((TextPrompt("a"), "prompt"), (ChatPrompt([{"role": "user", "content": "a"}]), "messages")):
+        assert "skip_tokenizer_init" in refuse(prompt, field, made)
+    assert "skip_tokenizer_init" in refuse(TokensPrompt([5]), "stop", made, SamplingParams(stop="a"))
+    assert "skip_tokenizer_init" in refuse(TokensPrompt([5]), "bad_words", made, SamplingParams(bad_words=["a"]))
+    source = made.process("r", TokensPrompt([5]), SamplingParams())
+    assert source.params.detokenize is False
+    with pytest.raises(InvalidRequestError, match="skip_tokenizer_init"):
+        made.detokenize([5])
+
+
+@pytest.fixture
+def chat_tokenizer() -> Any:
+    tokenizer = sample_tokenizers.byte_level.__wrapped__()
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def chat(made: InputProcessor, messages: Any, **options: Any) -> str:
+    text, token_ids = made.tokenize(ChatPrompt(messages, **options))
+    assert text is not None
+    assert TOKENIZER.decode(token_ids) == text
+    return text
+
+
+def test_chat(chat_tokenizer: Any) -> None:
+    made = processor(chat_tokenizer)
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert chat(made, messages) == "<user>a<assistant>b<go>"
+    assert chat(made, messages, add_generation_prompt=False) == "<user>a<assistant>b"
+    assert chat(made, messages, add_generation_prompt=False, continue_final_message=True) == "<user>a<assistant>b"
+    assert chat(made, messages, chat_template_kwargs={"extra": "!"}) == "<user>a<assistant>b<go>!"
+    assert chat(made, messages, chat_template="{{ messages|length }}") == "2"
+    parts = [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]
+    assert chat(made, [{"role": "user", "content": parts}]) == "<user>x\ny<go>"
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "field"),
+    [
+        ([], {}, "messages"),
+        ("text", {}, "messages"),
+        ({"role": "user", "content": "a"}, {}, "messages"),
+        (["text"], {}, "messages"),
+        ([{"content": "a"}], {}, "messages"),
+        ([{"role": "", "content": "a"}], {}, "messages"),
+        ([{"role": "user"}], {}, "messages"),
+        ([{"role": "user", "content": 5}], {}, "messages"),
+        ([{"role": "user", "content": ["a"]}], {}, "messages"),
+        ([{"role": "user", "content": [{"type": "text"}]}], {}, "messages"),
+        ([{"role": "bad", "content": "a"}], {}, "messages"),
+        ([{"role": "user", "content": "a"}], {"chat_template": "{{ 1 / 0 }}"}, "chat_template"),
+        ([{"role": "user", "content": "a"}], {"chat_template": "{% if %}"}, "chat_template"),
+        ([{"role": "user", "content": "a"}], {"chat_template": "{{ missing.name }}"}, "chat_template"),
+        ([{"role": "user", "content": "a"}], {"continue_final_message": True}, "continue_final_message"),
+        ([{"role": "user", "content": "a"}], {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+    ],
+)
+def test_malformed_chats_name_the_field(chat_tokenizer: Any, messages: Any, options: dict[str, Any], field: str) -> None:
+    """Rule 11."""
+    refuse(ChatPrompt(messages, **options), field, processor(chat_tokenizer))
+
+
+def test_a_template_says_why_it_refuses(chat_tokenizer: Any) -> None:
+    message = refuse(ChatPrompt([{"role": "bad", "content": "a"}]), "messages", processor(chat_tokenizer))
+    assert "roles must be good" in message
+
+
+def test_images_are_not_supported(chat_tokenizer: Any) -> None:
+    prompt: Prompt = ChatPrompt([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}])
+    with pytest.raises(UnsupportedError, match="image_url"):
+        processor(chat_tokenizer).tokenize(prompt)
+
+
+def test_no_chat_template() -> None:
+    """Rule 19: chat is refused with a clear message, completions work."""
+    message = refuse(ChatPrompt([{"role": "user", "content": "a"}]), "messages")
+    assert "no chat template" in message
+    assert processor().tokenize(TextPrompt("a"))[1]
+
+
+def test_detokenize() -> None:
+    made = processor()
+    assert made.detokenize(TOKENIZER("日本<|end|>").input_ids) == "日本<|end|>"
+    with pytest.raises(InvalidRequestError, match="token_ids"):
+        made.detokenize([10**6])
