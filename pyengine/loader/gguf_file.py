@@ -33,7 +33,7 @@ class GGUFTensor(NamedTuple):
 
 
 class _StringArray(NamedTuple):
-    count: int
+    length: int
     offset: int  # of the first string, from the start of the file
 
 
@@ -160,7 +160,7 @@ class GGUFFile:
     def length(self, key: str) -> int:
         """The number of elements of an array."""
         value = self._values[key]
-        return value.count if isinstance(value, _StringArray) else len(value)
+        return value.length if isinstance(value, _StringArray) else len(value)
 
     def strings(self, key: str) -> list[str]:
         """An array of strings, read from the file now."""
@@ -170,7 +170,7 @@ class GGUFFile:
         with _mapped(self.path) as data:
             cursor = _Cursor(data, self.path)
             cursor.offset = array.offset
-            return [cursor.string() for _ in range(array.count)]
+            return [cursor.string() for _ in range(array.length)]
 
     def fingerprint(self, keys: Iterable[str]) -> str:
         """SHA-256 of those keys' values, absent ones included as such. Equal values give equal prints in any file."""

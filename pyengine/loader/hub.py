@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from pyengine.errors import ModelLoadError
 
-#: What a served model needs; other formats of the same weights are not downloaded.
-_PATTERNS = [
-    "config.json",
-    "generation_config.json",
-    "model*.safetensors",
-    "model.safetensors.index.json",
+TOKENIZER_PATTERNS = (
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
     "chat_template*",
-]
+    "config.json",
+)
+#: What a served model needs; other formats of the same weights are not downloaded.
+MODEL_PATTERNS = (
+    *TOKENIZER_PATTERNS,
+    "generation_config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+)
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _GGUF_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)/([\w./-]+\.gguf)")
 
@@ -31,13 +35,14 @@ def is_hub_id(model: str) -> bool:
     return _REPO_ID.fullmatch(model) is not None and not model.endswith((".gguf", ".safetensors"))
 
 
-def download(model: str, revision: str | None, download_dir: str | None) -> Path:
+def download(model: str, revision: str | None, download_dir: str | None, patterns: Sequence[str] = MODEL_PATTERNS) -> Path:
     """The local folder (or GGUF file) of a hub id, downloaded if need be.
 
     Args:
         model: `owner/name`, or `owner/name/file.gguf` for one file.
         revision: branch, tag or commit; the default branch by default.
         download_dir: the cache; Hugging Face's own by default.
+        patterns: which files of a repository.
 
     Raises:
         ModelLoadError: one line, where the model is unknown, not accessible or cannot be downloaded.
@@ -56,7 +61,7 @@ def download(model: str, revision: str | None, download_dir: str | None) -> Path
     try:
         if match := _GGUF_ID.fullmatch(model):
             return Path(hf_hub_download(match[1], match[2], revision=revision, cache_dir=download_dir))
-        return Path(snapshot_download(model, revision=revision, cache_dir=download_dir, allow_patterns=_PATTERNS))
+        return Path(snapshot_download(model, revision=revision, cache_dir=download_dir, allow_patterns=list(patterns)))
     except GatedRepoError as error:
         raise ModelLoadError(f"{where}: access is restricted; accept its terms and log in with `hf auth login`") from error
     except RepositoryNotFoundError as error:
