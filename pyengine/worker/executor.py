@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from pyengine.config import EngineConfig
+from pyengine.config import EngineConfig, LoadConfig
 from pyengine.scheduler_output import ModelRunnerOutput, SchedulerOutput
+
+if TYPE_CHECKING:
+    from pyengine.loader.base import Checkpoint
 
 
 class Executor(Protocol):
@@ -24,3 +27,31 @@ class Executor(Protocol):
 
     def shutdown(self) -> None:
         """Release everything. Idempotent."""
+
+
+class UniprocExecutor:
+    """An `Executor` with its one worker in this process.
+
+    Raises:
+        ConfigError: the device cannot be used by this build.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, load_config: LoadConfig) -> None:
+        from pyengine.worker.worker import Worker  # brings torch and the model code, which an engine on a stand-in needs not
+
+        self._worker = Worker(checkpoint, load_config)
+
+    def load_model(self) -> None:
+        self._worker.load_model()
+
+    def available_memory(self) -> int:
+        return self._worker.available_memory()
+
+    def initialize_kv_cache(self, config: EngineConfig) -> None:
+        self._worker.initialize_kv_cache(config)
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        return self._worker.execute_model(scheduler_output)
+
+    def shutdown(self) -> None:
+        self._worker.shutdown()

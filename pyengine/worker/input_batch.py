@@ -1,0 +1,241 @@
+"""The batch between steps: every running sequence has a row of token ids and of block ids, changed by difference.
+
+A step's inputs are computed from these rows by a handful of array operations, into buffers that are allocated once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from pyengine.layers.attention_metadata import AttentionMetadata
+
+IntArray = npt.NDArray[np.int64]
+
+
+class RequestInputError(Exception):
+    """One request cannot be run as the scheduler described it."""
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """What the model and the sampler need for one step. Sequences come in the order of their rows."""
+
+    req_ids: list[str]  # [num_seqs]
+    rows: IntArray  # [num_seqs], each sequence's row in the batch
+    query_lens: IntArray  # [num_seqs]
+    num_computed_tokens: IntArray  # [num_seqs], before this step
+    samples: npt.NDArray[np.bool_]  # [num_seqs], whether the step reaches the sequence's last token
+    input_ids: Tensor  # int64 [num_tokens], on the device
+    positions: Tensor  # int64 [num_tokens], on the device
+    metadata: AttentionMetadata
+    query_start_loc: IntArray  # [num_seqs + 1], on the host
+
+
+class InputBatch:
+    """Token ids, block tables and lengths of the running sequences.
+
+    Args:
+        max_num_seqs: rows.
+        max_model_len: columns of token ids.
+        max_num_batched_tokens: query tokens of one step.
+        block_size: tokens in a block, a power of two.
+        vocab_size: for checking token ids.
+        device: where inputs go.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_num_batched_tokens: int,
+        block_size: int,
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
+        self._device = device
+        self._block_size = block_size
+        self._block_shift = block_size.bit_length() - 1
+        self._max_blocks = -(-max_model_len // block_size)
+        # Rows. Zeroed memory is mapped when it is first written, so long rows cost nothing until they fill.
+        self._row_of: dict[str, int] = {}
+        self._req_ids: list[str] = []
+        self._token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int64)
+        self._block_table = np.zeros((max_num_seqs, self._max_blocks), dtype=np.int32)
+        self._num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        self._num_computed = np.zeros(max_num_seqs, dtype=np.int64)
+        # A step's buffers, and the same memory as tensors.
+        self._arange = np.arange(max(max_num_batched_tokens, max_num_seqs), dtype=np.int64)
+        self._input_ids = np.zeros(max_num_batched_tokens, dtype=np.int64)
+        self._positions = np.zeros(max_num_batched_tokens, dtype=np.int64)
+        self._slot_mapping = np.zeros(max_num_batched_tokens, dtype=np.int64)
+        self._query_start_loc = np.zeros(max_num_seqs + 1, dtype=np.int32)
+        self._seq_lens = np.zeros(max_num_seqs, dtype=np.int32)
+        self._gathered_blocks = np.zeros_like(self._block_table)
+
+    def __contains__(self, req_id: str) -> bool:
+        return req_id in self._row_of
+
+    def __len__(self) -> int:
+        return len(self._req_ids)
+
+    def check_tokens(self, token_ids: Sequence[int]) -> IntArray:
+        """`token_ids` as an array.
+
+        Raises:
+            RequestInputError: too many for a row, or an id outside the vocabulary.
+        """
+        if len(token_ids) > self._max_model_len:
+            raise RequestInputError(f"the sequence has {len(token_ids)} tokens, max_model_len is {self._max_model_len}")
+        array = np.array(token_ids, dtype=np.int64)
+        if len(array) == 0:
+            raise RequestInputError("the sequence has no tokens")
+        if array.min() < 0 or array.max() >= self._vocab_size:
+            wrong = array[(array < 0) | (array >= self._vocab_size)][0]
+            raise RequestInputError(f"token id {wrong} is outside the vocabulary of {self._vocab_size}")
+        return array
+
+    def add(self, req_id: str, token_ids: IntArray, block_ids: Sequence[int], num_computed_tokens: int) -> None:
+        """Give a sequence a row. `token_ids` [num_tokens] are checked."""
+        row = len(self._req_ids)
+        if req_id in self._row_of or row == len(self._num_tokens):
+            raise RuntimeError(f"sequence {req_id} has a row already, or all {row} rows are taken")
+        self._req_ids.append(req_id)
+        self._row_of[req_id] = row
+        self._token_ids[row, : len(token_ids)] = token_ids
+        self._num_tokens[row] = len(token_ids)
+        self._num_computed[row] = num_computed_tokens
+        self._block_table[row, : len(block_ids)] = block_ids
+        self._num_blocks[row] = len(block_ids)
+
+    def remove(self, req_id: str) -> IntArray:
+        """Free a sequence's row, and return its token ids [num_tokens]. The last row moves into the gap."""
+        row, last = self._row_of.pop(req_id), len(self._req_ids) - 1
+        token_ids = self._token_ids[row, : self._num_tokens[row]].copy()
+        if row != last:
+            num_tokens, num_blocks = self._num_tokens[last], self._num_blocks[last]
+            self._token_ids[row, :num_tokens] = self._token_ids[last, :num_tokens]
+            self._block_table[row, :num_blocks] = self._block_table[last, :num_blocks]
+            self._num_tokens[row], self._num_blocks[row] = num_tokens, num_blocks
+            self._num_computed[row] = self._num_computed[last]
+            self._req_ids[row] = self._req_ids[last]
+            self._row_of[self._req_ids[row]] = row
+        self._req_ids.pop()
+        return token_ids
+
+    def update(
+        self,
+        req_ids: Sequence[str],
+        new_block_ids: Sequence[Sequence[int]],
+        replaced_block_ids: Sequence[Sequence[tuple[int, int]]],
+        num_computed_tokens: Sequence[int],
+    ) -> None:
+        """Apply what changed in running sequences; the arguments run in parallel."""
+        rows = [self._row_of[req_id] for req_id in req_ids]
+        self._num_computed[rows] = num_computed_tokens
+        for row, replaced, new in zip(rows, replaced_block_ids, new_block_ids, strict=True):
+            for index, block_id in replaced:
+                self._block_table[row, index] = block_id
+            if new:
+                start = self._num_blocks[row]
+                self._block_table[row, start : start + len(new)] = new
+                self._num_blocks[row] = start + len(new)
+
+    def append_tokens(self, rows: IntArray, token_ids: Sequence[int]) -> None:
+        """Append one sampled token to each of `rows`."""
+        # A sequence that has just reached max_model_len ends with this token, which nothing reads again.
+        columns = self._num_tokens[rows]
+        fits = columns < self._max_model_len
+        self._token_ids[rows[fits], columns[fits]] = np.asarray(token_ids, dtype=np.int64)[fits]
+        self._num_tokens[rows] += 1
+
+    def prepare(self, num_scheduled_tokens: Mapping[str, int]) -> StepInputs:
+        """The inputs of a step over these sequences and numbers of query tokens.
+
+        Raises:
+            RuntimeError: the scheduler's and the worker's idea of a sequence differ.
+        """
+        rows = np.array([self._row_of[req_id] for req_id in num_scheduled_tokens], dtype=np.int64)
+        query_lens = np.array(list(num_scheduled_tokens.values()), dtype=np.int64)
+        order = rows.argsort()
+        rows, query_lens = rows[order], query_lens[order]
+        num_seqs = len(rows)
+        computed = self._num_computed[rows]
+        seq_lens = computed + query_lens
+        self._check(rows, query_lens, seq_lens)
+
+        query_start_loc = np.zeros(num_seqs + 1, dtype=np.int64)
+        np.cumsum(query_lens, out=query_start_loc[1:])
+        num_tokens = int(query_start_loc[-1])
+        token_rows = rows if num_tokens == num_seqs else rows.repeat(query_lens)  # [num_tokens]
+        positions = self._positions[:num_tokens]
+        if num_tokens == num_seqs:
+            positions[:] = computed
+        else:
+            np.subtract(self._arange[:num_tokens], (query_start_loc[:-1] - computed).repeat(query_lens), out=positions)
+        self._input_ids[:num_tokens] = self._token_ids[token_rows, positions]
+        blocks = self._block_table[token_rows, positions >> self._block_shift]
+        slots = self._slot_mapping[:num_tokens]
+        np.multiply(blocks, self._block_size, out=slots)
+        slots += positions & (self._block_size - 1)
+        self._query_start_loc[: num_seqs + 1] = query_start_loc
+        self._seq_lens[:num_seqs] = seq_lens
+
+        max_seq_len = int(seq_lens.max())
+        metadata = AttentionMetadata(
+            num_seqs=num_seqs,
+            num_tokens=num_tokens,
+            max_query_len=int(query_lens.max()),
+            max_seq_len=max_seq_len,
+            query_start_loc=self._on_device(self._query_start_loc[: num_seqs + 1]),
+            seq_lens=self._on_device(self._seq_lens[:num_seqs]),
+            block_table=self._on_device(self._blocks_of(rows, -(-max_seq_len // self._block_size))),
+            slot_mapping=self._on_device(slots),
+        )
+        return StepInputs(
+            req_ids=[self._req_ids[row] for row in rows.tolist()],
+            rows=rows,
+            query_lens=query_lens,
+            num_computed_tokens=computed,
+            samples=seq_lens == self._num_tokens[rows],
+            input_ids=self._on_device(self._input_ids[:num_tokens]),
+            positions=self._on_device(positions),
+            metadata=metadata,
+            query_start_loc=query_start_loc,
+        )
+
+    def token_ids(self, row: int) -> IntArray:
+        """A view of a row's token ids [num_tokens]."""
+        return self._token_ids[row, : self._num_tokens[row]]
+
+    def _check(self, rows: IntArray, query_lens: IntArray, seq_lens: IntArray) -> None:
+        num_tokens, num_blocks = self._num_tokens[rows], self._num_blocks[rows]
+        wrong = (query_lens < 1) | (seq_lens > num_tokens) | (seq_lens > num_blocks << self._block_shift)
+        if wrong.any():
+            i = int(wrong.argmax())
+            raise RuntimeError(
+                f"sequence {self._req_ids[rows[i]]} is scheduled up to token {seq_lens[i]}, {query_lens[i]} of them now, "
+                f"but has {num_tokens[i]} tokens and {num_blocks[i]} blocks of {self._block_size}"
+            )
+
+    def _blocks_of(self, rows: IntArray, num_columns: int) -> npt.NDArray[np.int32]:
+        """Block tables [num_seqs, num_columns] of `rows`: no copy where they are the first rows, as in most steps."""
+        num_seqs = len(rows)
+        if rows[-1] == num_seqs - 1:
+            return self._block_table[:num_seqs, :num_columns]
+        gathered = self._gathered_blocks[:num_seqs, :num_columns]
+        gathered[:] = self._block_table[rows, :num_columns]
+        return gathered
+
+    def _on_device(self, array: npt.NDArray[np.int32] | IntArray) -> Tensor:
+        # The copy to a GPU waits: the buffer is written again before the next step's work is known to be done.
+        return torch.from_numpy(array).to(self._device)

@@ -1,0 +1,206 @@
+"""Runs one step of the model, as a `SchedulerOutput` orders it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyengine.config import EngineConfig
+from pyengine.errors import InvalidRequestError
+from pyengine.models.interfaces import CausalLM
+from pyengine.sampling.logprobs import token_logprobs
+from pyengine.sampling.row import Row, RowError
+from pyengine.sampling.sampler import Sampler, SamplingState
+from pyengine.scheduler_output import ModelRunnerOutput, NewRequestData, SchedulerOutput, SwappedInRequestData
+from pyengine.worker.backend import Backend, KVPool
+from pyengine.worker.input_batch import InputBatch, IntArray, RequestInputError, StepInputs
+
+# Prompt log-probabilities need logits for every prompt token; this many rows at a time keep them small.
+_PROMPT_LOGITS_ROWS = 64
+
+
+@dataclass(slots=True)
+class RequestState:
+    """What the worker keeps of a sequence besides its row in the batch."""
+
+    sampling: SamplingState
+    num_prompt_tokens: int
+    num_prompt_logprobs: int | None
+    swapped_token_ids: IntArray | None = None  # while swapped out: its tokens, for it has no row then
+
+
+class ModelRunner:
+    """Owns the batch and runs the model over it.
+
+    Args:
+        model: with its weights.
+        backend: the device.
+        config: resolved.
+        pool: KV blocks on the device, the null block included.
+        host_pool: blocks of swapped sequences; None without swap space.
+    """
+
+    def __init__(self, model: CausalLM, backend: Backend, config: EngineConfig, pool: KVPool, host_pool: KVPool | None) -> None:
+        arch = config.model.arch
+        self._model = model
+        self._backend = backend
+        self._pool = pool
+        self._host_pool = host_pool
+        self._kv_caches = [pool.layer(i) for i in range(arch.num_layers)]
+        self._num_kv_heads = arch.num_kv_heads
+        self._vocab_size = arch.vocab_size
+        self._sampler = Sampler(arch.vocab_size)
+        self._requests: dict[str, RequestState] = {}
+        self._batch = InputBatch(
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_model_len=config.model.max_model_len,
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+            block_size=config.cache.block_size,
+            vocab_size=arch.vocab_size,
+            device=backend.device,
+        )
+
+    @property
+    def num_requests(self) -> int:
+        """Sequences that the worker knows, running and swapped out."""
+        return len(self._requests)
+
+    def execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """One step. A sequence that cannot be run or sampled is in `failed_req_ids`; any exception means a broken step."""
+        output = ModelRunnerOutput()
+        self._drop(scheduler_output)
+        self._move_blocks(scheduler_output)
+        self._take_up(scheduler_output, output)
+        scheduled = scheduler_output.num_scheduled_tokens
+        if output.failed_req_ids:
+            scheduled = {req_id: n for req_id, n in scheduled.items() if req_id not in output.failed_req_ids}
+        if not scheduled:
+            return output
+        with torch.inference_mode():
+            inputs = self._batch.prepare(scheduled)
+            self._backend.plan_attention(
+                inputs.metadata,
+                inputs.query_lens.tolist(),
+                (inputs.num_computed_tokens + inputs.query_lens).tolist(),
+                self._num_kv_heads,
+            )
+            hidden = self._model.forward(inputs.input_ids, inputs.positions, self._kv_caches, inputs.metadata)
+            self._prompt_logprobs(inputs, hidden, output)
+            self._sample(inputs, hidden, output)
+        return output
+
+    def _drop(self, scheduler_output: SchedulerOutput) -> None:
+        """Forget sequences that ended or lost their KV; park those that were swapped out."""
+        for req_ids in (scheduler_output.finished_req_ids, scheduler_output.preempted_req_ids):
+            for req_id in req_ids:
+                # One that was aborted before its first step, or failed on it, is not known here.
+                self._requests.pop(req_id, None)
+                if req_id in self._batch:
+                    self._batch.remove(req_id)
+        for req_id in scheduler_output.swapped_out_req_ids:
+            self._requests[req_id].swapped_token_ids = self._batch.remove(req_id)
+
+    def _move_blocks(self, scheduler_output: SchedulerOutput) -> None:
+        """Swap out, swap in, copy: each sees the one before it done, and the forward pass sees all."""
+        swaps_out, swaps_in = scheduler_output.blocks_to_swap_out, scheduler_output.blocks_to_swap_in
+        if swaps_out or swaps_in:
+            if self._host_pool is None:
+                raise RuntimeError("blocks to swap, but there is no swap space")
+            compute, copies = self._backend.compute_stream(), self._backend.copy_stream()
+            # The last step may still write blocks that leave, or read those that are overwritten.
+            copies.wait_event(compute.record_event())
+            if swaps_out:
+                event = self._backend.swap_blocks(self._pool, self._host_pool, swaps_out)
+            if swaps_in:  # on the same stream, and so after the swaps out, whose blocks it may take
+                event = self._backend.swap_blocks(self._host_pool, self._pool, swaps_in)
+            compute.wait_event(event)
+        if scheduler_output.blocks_to_copy:
+            self._backend.copy_blocks(self._pool, scheduler_output.blocks_to_copy)
+
+    def _take_up(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """Bring the batch up to date with the scheduler."""
+        for new in scheduler_output.scheduled_new_reqs:
+            try:
+                self._add(new)
+            except (RequestInputError, InvalidRequestError) as error:
+                output.failed_req_ids[new.req_id] = str(error)
+        for back in scheduler_output.scheduled_swapped_in_reqs:
+            self._bring_back(back)
+        cached = scheduler_output.scheduled_cached_reqs
+        if cached.req_ids:
+            self._batch.update(cached.req_ids, cached.new_block_ids, cached.replaced_block_ids, cached.num_computed_tokens)
+
+    def _add(self, new: NewRequestData) -> None:
+        token_ids = self._batch.check_tokens([*new.prompt_token_ids, *new.output_token_ids])
+        params = new.sampling_params
+        state = SamplingState(
+            params,
+            seed=new.seed,
+            prompt_token_ids=new.prompt_token_ids,
+            output_token_ids=new.output_token_ids,
+            stop_token_ids=new.stop_token_ids,
+            bad_words_token_ids=new.bad_words_token_ids,
+            vocab_size=self._vocab_size,
+        )
+        self._batch.add(new.req_id, token_ids, new.block_ids, new.num_computed_tokens)
+        self._requests[new.req_id] = RequestState(state, len(new.prompt_token_ids), params.prompt_logprobs)
+
+    def _bring_back(self, back: SwappedInRequestData) -> None:
+        state = self._requests[back.req_id]
+        if state.swapped_token_ids is None:
+            raise RuntimeError(f"sequence {back.req_id} is swapped in, but was not swapped out")
+        self._batch.add(back.req_id, state.swapped_token_ids, back.block_ids, back.num_computed_tokens)
+        state.swapped_token_ids = None
+
+    def _sample(self, inputs: StepInputs, hidden: Tensor, output: ModelRunnerOutput) -> None:
+        """Sample the sequences that reached their last token; `hidden` is [num_tokens, hidden_size]."""
+        sampling = np.flatnonzero(inputs.samples)
+        if len(sampling) == 0:
+            return
+        last = inputs.query_start_loc[1:][sampling] - 1  # [num_rows], indices of query tokens
+        if len(last) != len(hidden):
+            hidden = hidden.index_select(0, torch.from_numpy(last).to(hidden.device))
+        req_ids = [inputs.req_ids[i] for i in sampling.tolist()]
+        states = [self._requests[req_id].sampling for req_id in req_ids]
+        result = self._sampler.sample(self._model.compute_logits(hidden), states)
+        self._batch.append_tokens(inputs.rows[sampling], result.token_ids)
+        for i, req_id in enumerate(req_ids):
+            if i in result.errors:
+                output.failed_req_ids.setdefault(req_id, result.errors[i])
+            elif req_id not in output.failed_req_ids:
+                output.sampled_token_ids[req_id] = [result.token_ids[i]]
+                logprobs = result.logprobs[i]
+                if logprobs is not None:
+                    output.logprobs[req_id] = [logprobs]
+
+    def _prompt_logprobs(self, inputs: StepInputs, hidden: Tensor, output: ModelRunnerOutput) -> None:
+        """Log-probabilities of the prompt tokens that follow the tokens of this step."""
+        for i, req_id in enumerate(inputs.req_ids):
+            state = self._requests[req_id]
+            if state.num_prompt_logprobs is None:
+                continue
+            computed = int(inputs.num_computed_tokens[i])
+            # The hidden state of position p predicts token p + 1; the last prompt token predicts the first output.
+            count = min(int(inputs.query_lens[i]), state.num_prompt_tokens - 1 - computed)
+            if count <= 0:
+                continue
+            start = int(inputs.query_start_loc[i])
+            targets = self._batch.token_ids(int(inputs.rows[i]))[computed + 1 : computed + 1 + count].tolist()
+            try:
+                entries = [
+                    token_logprobs(row, target, state.num_prompt_logprobs)
+                    for row, target in zip(self._logits_rows(hidden[start : start + count]), targets, strict=True)
+                ]
+            except RowError as error:
+                output.failed_req_ids[req_id] = str(error)
+            else:
+                output.prompt_logprobs[req_id] = entries
+
+    def _logits_rows(self, hidden: Tensor) -> Iterator[Row]:
+        """Rows of logits, a few at a time; `hidden` is [num_rows, hidden_size]."""
+        for part in hidden.split(_PROMPT_LOGITS_ROWS):
+            yield from self._model.compute_logits(part).cpu().numpy()

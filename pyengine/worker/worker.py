@@ -1,0 +1,111 @@
+"""One process's share of the engine's work: the device, the model's weights, the KV pools, and the runner over them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from pyengine.config import CacheConfig, EngineConfig, LoadConfig, ModelArchConfig
+from pyengine.errors import ConfigError
+from pyengine.loader.base import Checkpoint
+from pyengine.loader.weights import load_model
+from pyengine.models.interfaces import CausalLM
+from pyengine.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pyengine.worker.backend import KVCacheSpec, KVPool
+from pyengine.worker.backends import create_backend
+from pyengine.worker.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+class Worker:
+    """Device set-up and memory; a step itself is `ModelRunner`'s.
+
+    Args:
+        checkpoint: an open checkpoint.
+        load_config: device, dtype, threads.
+
+    Raises:
+        ConfigError: the device cannot be used by this build.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, load_config: LoadConfig) -> None:
+        self._checkpoint = checkpoint
+        self._load_config = load_config
+        self._backend = create_backend(load_config.device, load_config.num_threads)
+        self._model: CausalLM | None = None
+        self._runner: ModelRunner | None = None
+
+    def load_model(self) -> None:
+        """Load the weights.
+
+        Raises:
+            ModelLoadError: naming the file, and the tensor or scheme where there is one.
+        """
+        self._model = load_model(self._checkpoint, self._load_config, self._backend.ops)
+
+    def available_memory(self) -> int:
+        """Bytes that the KV pool may be cut from now."""
+        return self._backend.available_memory()
+
+    def initialize_kv_cache(self, config: EngineConfig) -> None:
+        """Allocate the pools.
+
+        Raises:
+            ConfigError: naming the flag that asks for more than there is.
+        """
+        if self._model is None:
+            raise RuntimeError("initialize_kv_cache before load_model")
+        spec = kv_cache_spec(config.model.arch, config.cache)
+        # Block 0 is the null block, on top of the ones that the scheduler hands out.
+        pool = self._allocate("num_kv_blocks", spec, config.cache.num_blocks + 1, host=False)
+        host_pool = None
+        if config.cache.num_cpu_blocks:
+            host_pool = self._allocate("swap_space", spec, config.cache.num_cpu_blocks, host=True)
+        self._runner = ModelRunner(self._model, self._backend, config, pool, host_pool)
+
+    def _allocate(self, flag: str, spec: KVCacheSpec, num_blocks: int, *, host: bool) -> KVPool:
+        try:
+            return self._backend.allocate_pool(spec, num_blocks, host=host)
+        except RuntimeError as error:  # torch's out-of-memory errors, on the CPU too
+            reason = str(error).splitlines()[0]
+            raise ConfigError(flag, f"a pool of {num_blocks} KV blocks cannot be allocated: {reason}") from error
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """One step."""
+        if self._runner is None:
+            raise RuntimeError("execute_model before initialize_kv_cache")
+        with _single_torch_thread():
+            return self._runner.execute(scheduler_output)
+
+    def shutdown(self) -> None:
+        """Wait for the device and release model and pools. Idempotent."""
+        self._backend.copy_stream().synchronize()
+        self._backend.compute_stream().synchronize()
+        self._runner = None
+        self._model = None
+
+
+def kv_cache_spec(arch: ModelArchConfig, cache: CacheConfig) -> KVCacheSpec:
+    """The KV cache that a model and its configuration ask for."""
+    return KVCacheSpec(
+        num_layers=arch.num_layers,
+        num_kv_heads=arch.num_kv_heads,
+        head_dim=arch.head_dim,
+        block_size=cache.block_size,
+        dtype=cache.kv_cache_dtype,
+    )
+
+
+@contextmanager
+def _single_torch_thread() -> Iterator[None]:
+    """Keep torch's own operators on this thread: their pool would spin between calls and take cores from the kernels'."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
