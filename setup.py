@@ -54,7 +54,7 @@ class CMakeBuild(build_ext):
         environment = dict(os.environ)
         if "CUDACXX" not in environment and shutil.which("nvcc") is None and Path("/usr/local/cuda/bin/nvcc").exists():
             environment["CUDACXX"] = "/usr/local/cuda/bin/nvcc"
-        for command in (configure, ["cmake", "--build", str(build_dir)]):
+        for command in (configure, ["cmake", "--build", str(build_dir), "--", "-k", "0"]):
             status = subprocess.run(command, env=environment).returncode
             if status != 0:
                 raise SystemExit(f"{' '.join(command[:2])} failed with status {status}; what went wrong stands above")

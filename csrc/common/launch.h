@@ -9,6 +9,10 @@
 #include "cuda_stream.h"
 #include "tensor_arg.h"
 
+namespace pyengine::emulation {
+void* current_stream();  // csrc/emulation/streams.h
+}
+
 namespace pyengine {
 
 enum class Target { kCpu, kCuda, kEmulated };
@@ -19,17 +23,16 @@ constexpr bool values_readable(Target target) { return target != Target::kCuda; 
 }  // namespace pyengine
 
 // Runs kernel `kernel` of the launcher's template argument `target`; `arg` tells the device.
-#define PE_LAUNCH(kernel, params, arg)                                            \
-  do {                                                                            \
-    if constexpr (target == Target::kCpu) {                                       \
-      if (cpu::kernels().kernel == nullptr) fail_op((arg).op(), "no kernel yet"); \
-      check_launch((arg).op(), cpu::kernels().kernel(params));                    \
-    } else if constexpr (target == Target::kEmulated) {                           \
-      check_launch((arg).op(), cuda::kernel(params, nullptr));                    \
-    } else {                                                                      \
-      const CudaDevice device((arg).device_index());                              \
-      check_launch((arg).op(), cuda::kernel(params, device.stream()));            \
-    }                                                                             \
+#define PE_LAUNCH(kernel, params, arg)                                             \
+  do {                                                                             \
+    if constexpr (target == Target::kCpu) {                                        \
+      check_launch((arg).op(), cpu::kernels().kernel(params));                     \
+    } else if constexpr (target == Target::kEmulated) {                            \
+      check_launch((arg).op(), cuda::kernel(params, emulation::current_stream())); \
+    } else {                                                                       \
+      const CudaDevice device((arg).device_index());                               \
+      check_launch((arg).op(), cuda::kernel(params, device.stream()));             \
+    }                                                                              \
   } while (false)
 
 // PE_REGISTER_OPS(register_ops): registers what `template <Target> void register_ops(StableLibrary&)` names.

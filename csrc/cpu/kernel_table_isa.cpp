@@ -4,7 +4,7 @@
 namespace pyengine::cpu {
 namespace PE_ISA {
 
-#define PE_DECLARE(name, Params) __attribute__((weak)) const char* name(const Params& params);
+#define PE_DECLARE(name, Params) const char* name(const Params& params);
 PE_CPU_KERNELS(PE_DECLARE)
 #undef PE_DECLARE
 
