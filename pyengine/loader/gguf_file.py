@@ -111,9 +111,9 @@ class GGUFFile:
         self.data_offset = -(-cursor.offset // alignment) * alignment  # bytes from the start of the file
 
     def _read_metadata(self, cursor: _Cursor) -> int:
-        version = cursor.u32() if cursor.u32() == int.from_bytes(b"GGUF", "little") else None
-        if version is None:
+        if cursor.u32() != int.from_bytes(b"GGUF", "little"):
             raise ModelLoadError(f"{self.path}: not a GGUF file (it does not start with 'GGUF')")
+        version = cursor.u32()
         if version not in (2, 3):
             raise ModelLoadError(f"{self.path}: GGUF version {version} is not supported; 2 and 3, little endian, are")
         num_tensors, num_keys = cursor.u64(), cursor.u64()

@@ -69,14 +69,15 @@ def download(model: str, revision: str | None, download_dir: str | None, pattern
     except RevisionNotFoundError as error:
         raise ModelLoadError(f"{where}: there is no revision {revision!r}") from error
     except LocalEntryNotFoundError as error:  # offline, or the endpoint cannot be reached
-        raise ModelLoadError(f"{where}: no such local path, not in the hub's cache, and the hub cannot be reached") from error
+        reason = f"no such local path, not in the hub's cache, and the hub cannot be asked: {_first_line(error)}"
+        raise ModelLoadError(f"{where}: {reason}") from error
     except EntryNotFoundError as error:
         raise ModelLoadError(f"{where}: there is no such file in the repository") from error
     except HFValidationError as error:
         raise ModelLoadError(f"{where}: {_first_line(error)}") from error
-    except OSError as error:  # connections, HTTP statuses and the disk
+    except Exception as error:  # HTTP statuses, connections that break, the disk: the HTTP library's own types among them
         raise ModelLoadError(f"{where}: the download failed: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return str(error).strip().partition("\n")[0] or type(error).__name__
