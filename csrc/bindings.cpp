@@ -3,11 +3,7 @@
 #include <torch/csrc/stable/library.h>
 
 #if defined(PE_EMULATED)
-#include <stdexcept>
-#include <string>
-
-#include "emulation/emulation.h"
-#include "emulation/streams.h"
+#include "emulation/python_module.h"
 #else
 #include "cpu/features.h"
 #include "cpu/kernel_table.h"
@@ -42,46 +38,11 @@ void define_schemas(torch::stable::detail::StableLibrary& m) {
 
 #if defined(PE_EMULATED)
 
-#include "emulation/python_module.h"
-
 STABLE_TORCH_LIBRARY(pyengine_emulated, m) { define_schemas(m); }
 
-namespace {
-
-namespace py = pybind11;
-namespace emulation = pyengine::emulation;
-
-emulation::Order order(const std::string& name) {
-  if (name == "forward") return emulation::Order::kForward;
-  if (name == "reverse") return emulation::Order::kReverse;
-  if (name == "random") return emulation::Order::kRandom;
-  throw std::invalid_argument("order must be forward, reverse or random, not '" + name + "'");
-}
-
-void set_schedule(const std::string& thread_order, const std::string& block_order, uint64_t seed) {
-  emulation::Options& options = emulation::options();
-  options.thread_order = order(thread_order);
-  options.block_order = order(block_order);
-  options.seed = seed;
-}
-
-}  // namespace
-
 PYBIND11_MODULE(_emulated, m) {
-  using namespace pybind11::literals;
   m.doc() = "The CUDA kernels' sources, run on the CPU. Importing it registers the ops of namespace pyengine_emulated.";
-  // Streams and events are ids; stream 0 is the compute stream. See csrc/emulation/streams.h.
-  m.def("emulated_stream_create", &emulation::stream_create, "A new stream, on which copies run late.");
-  m.def("emulated_set_stream", &emulation::set_current_stream, "stream"_a, "Make ops run on `stream`; returns the one before.");
-  m.def("emulated_event_record", &emulation::event_record, "stream"_a, "An event after all that is queued on `stream`.");
-  m.def("emulated_event_release", &emulation::event_release, "event"_a, "Forget an event.");
-  m.def("emulated_event_query", &emulation::event_query, "event"_a, "Whether the event has happened.");
-  m.def("emulated_event_synchronize", &emulation::event_synchronize, "event"_a, "Run what the event waits for.");
-  m.def("emulated_stream_wait_event", &emulation::stream_wait_event, "stream"_a, "event"_a, "Queue a wait for the event.");
-  m.def("emulated_stream_synchronize", &emulation::stream_synchronize, "stream"_a, "Run all that is queued on `stream`.");
-  m.def("emulated_seed_streams", &emulation::seed_streams, "seed"_a, "Restart the random order of late copies.");
-  m.def("emulated_set_schedule", &set_schedule, "thread_order"_a, "block_order"_a = "forward", "seed"_a = 1,
-        "The order in which runnable threads, and blocks, run: forward, reverse or random.");
+  pyengine::emulation::define_emulation(m);
 }
 
 #else
