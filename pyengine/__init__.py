@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+__version__ = "0.1.0"
+
 if TYPE_CHECKING:
     from pyengine.config import EngineArgs as EngineArgs
     from pyengine.errors import ConfigError as ConfigError
@@ -57,15 +59,9 @@ __all__ = [*_HOME, "__version__"]
 
 def __getattr__(name: str) -> Any:
     """Public names are imported when they are first used (PEP 562), so that `import pyengine` costs nothing."""
-    if name == "__version__":
-        from importlib.metadata import version
-
-        value: Any = version("pyengine")
-    elif name in _HOME:
-        value = getattr(importlib.import_module(_HOME[name]), name)
-    else:
+    if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value
+    value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
     return value
 
 

@@ -220,10 +220,9 @@ class InputProcessor:
             field = field if num_prompt_tokens >= self._max_model_len else "max_tokens"
         if wanted > self._max_model_len:
             raise InvalidRequestError(field, f"{have}; max_model_len is {self._max_model_len}")
-        # The last token is never computed, so it needs no place in the pool.
-        if wanted - 1 > self._pool_tokens:
+        if wanted > self._pool_tokens:
             raise InvalidRequestError(field, f"{have}; the KV pool holds {self._pool_tokens} tokens")
-        return min(self._max_model_len, self._pool_tokens + 1) if max_tokens is None else wanted
+        return min(self._max_model_len, self._pool_tokens) if max_tokens is None else wanted
 
 
 def _check_text(field: str, value: Any, *, empty: bool = False) -> str:
