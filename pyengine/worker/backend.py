@@ -89,6 +89,13 @@ class Backend(Protocol):
         """
 
     def plan_attention(
-        self, metadata: AttentionMetadata, query_lens: Sequence[int], seq_lens: Sequence[int], num_kv_heads: int
+        self,
+        metadata: AttentionMetadata,
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
     ) -> None:
         """Fill `metadata.plan` and `metadata.workspace` where this device's kernels want them."""

@@ -45,14 +45,12 @@ class ModelRunner:
     """
 
     def __init__(self, model: CausalLM, backend: Backend, config: EngineConfig, pool: KVPool, host_pool: KVPool | None) -> None:
-        arch = config.model.arch
+        arch = self._arch = config.model.arch
         self._model = model
         self._backend = backend
         self._pool = pool
         self._host_pool = host_pool
         self._kv_caches = [pool.layer(i) for i in range(arch.num_layers)]
-        self._num_kv_heads = arch.num_kv_heads
-        self._vocab_size = arch.vocab_size
         self._sampler = Sampler(arch.vocab_size)
         self._requests: dict[str, RequestState] = {}
         self._batch = InputBatch(
@@ -86,7 +84,9 @@ class ModelRunner:
                 inputs.metadata,
                 inputs.query_lens.tolist(),
                 (inputs.num_computed_tokens + inputs.query_lens).tolist(),
-                self._num_kv_heads,
+                num_heads=self._arch.num_heads,
+                num_kv_heads=self._arch.num_kv_heads,
+                head_dim=self._arch.head_dim,
             )
             hidden = self._model.forward(inputs.input_ids, inputs.positions, self._kv_caches, inputs.metadata)
             self._prompt_logprobs(inputs, hidden, output)
@@ -144,7 +144,7 @@ class ModelRunner:
             output_token_ids=new.output_token_ids,
             stop_token_ids=new.stop_token_ids,
             bad_words_token_ids=new.bad_words_token_ids,
-            vocab_size=self._vocab_size,
+            vocab_size=self._arch.vocab_size,
         )
         self._batch.add(new.req_id, token_ids, new.block_ids, new.num_computed_tokens)
         self._requests[new.req_id] = RequestState(state, len(new.prompt_token_ids), params.prompt_logprobs)

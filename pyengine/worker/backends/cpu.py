@@ -75,6 +75,13 @@ class CpuBackend:
         return DoneEvent()
 
     def plan_attention(
-        self, metadata: AttentionMetadata, query_lens: Sequence[int], seq_lens: Sequence[int], num_kv_heads: int
+        self,
+        metadata: AttentionMetadata,
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
     ) -> None:
         """The CPU kernels divide their work themselves."""

@@ -9,6 +9,7 @@ import torch
 from pyengine.layers.attention_metadata import AttentionMetadata
 from pyengine.ops import get_ops, load_core
 from pyengine.worker.backend import Event, KVCacheSpec, KVPool, Stream
+from pyengine.worker.backends.attention_planner import AttentionPlanner
 from pyengine.worker.backends.blocks import copy_in_pool, swap_between_pools
 from pyengine.worker.kv_pool import BlockPool
 
@@ -48,6 +49,7 @@ class CudaBackend:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._compute = CudaStream(torch.cuda.current_stream(self.device))
         self._copy = CudaStream(torch.cuda.Stream(self.device))
+        self._planner = AttentionPlanner(self.device)
 
     def available_memory(self) -> int:
         torch.cuda.empty_cache()
@@ -73,6 +75,13 @@ class CudaBackend:
         return self._copy.record_event()
 
     def plan_attention(
-        self, metadata: AttentionMetadata, query_lens: Sequence[int], seq_lens: Sequence[int], num_kv_heads: int
+        self,
+        metadata: AttentionMetadata,
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
     ) -> None:
-        """Not yet."""
+        self._planner.fill(metadata, query_lens, seq_lens, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)

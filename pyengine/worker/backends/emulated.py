@@ -11,6 +11,7 @@ import torch
 from pyengine.layers.attention_metadata import AttentionMetadata
 from pyengine.ops import get_ops, load_core, load_emulated
 from pyengine.worker.backend import Event, KVCacheSpec, KVPool, Stream
+from pyengine.worker.backends.attention_planner import AttentionPlanner
 from pyengine.worker.backends.blocks import copy_in_pool, swap_between_pools
 from pyengine.worker.hardware import available_host_memory
 from pyengine.worker.kv_pool import BlockPool
@@ -70,6 +71,7 @@ class EmulatedBackend:
         self._module = load_emulated()
         self._compute = EmulatedStream(self._module, _COMPUTE_STREAM)
         self._copy = EmulatedStream(self._module, self._module.emulated_stream_create())
+        self._planner = AttentionPlanner(self.device)
 
     def available_memory(self) -> int:
         return available_host_memory()
@@ -95,6 +97,13 @@ class EmulatedBackend:
         return self._copy.record_event()
 
     def plan_attention(
-        self, metadata: AttentionMetadata, query_lens: Sequence[int], seq_lens: Sequence[int], num_kv_heads: int
+        self,
+        metadata: AttentionMetadata,
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
     ) -> None:
-        """One kernel block a sequence and KV head: emulated blocks run one after the other anyway."""
+        self._planner.fill(metadata, query_lens, seq_lens, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
