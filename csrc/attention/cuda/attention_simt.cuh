@@ -151,6 +151,7 @@ __global__ void __launch_bounds__(128) attention_simt_kernel(PagedAttentionParam
       for (int t = 0; t < Shape::kTokens; t++) {
         const float4 v = load_vector<float4>(values + t * Shape::kPitch + (j * Shape::kRowLanes + sub) * 4);
         const float probability = scores[t];
+        if (probability == 0.0f) continue;  // a key that the row does not see leaves no trace, whatever its value is
         x[0] += probability * v.x;
         x[1] += probability * v.y;
         x[2] += probability * v.z;

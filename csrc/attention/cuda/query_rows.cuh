@@ -91,7 +91,7 @@ PYENGINE_DEVICE float add_sink(const PagedAttentionParams& p, int head, SoftmaxS
 }
 
 PYENGINE_DEVICE float log2_sum(const SoftmaxState& state) {
-  return state.sum > 0.0f ? state.max + log2f(state.sum) : -INFINITY;
+  return state.sum == 0.0f ? -INFINITY : state.max + log2f(state.sum);
 }
 
 // Partial results in the workspace: slot s holds, for one query token and one part, out [num_heads, head_dim] and then the
@@ -118,7 +118,7 @@ PYENGINE_DEVICE void store_output4(T* out, const float (&x)[4]) {
 // What a finished row's accumulated values must be multiplied by. The row's sink, if any, joins `state` first.
 PYENGINE_DEVICE float output_factor(const PagedAttentionParams& p, int head, SoftmaxState& state, float value_scale) {
   const float sink_factor = add_sink(p, head, state);
-  return state.sum > 0.0f ? sink_factor * value_scale / state.sum : 0.0f;
+  return state.sum == 0.0f ? 0.0f : sink_factor * value_scale / state.sum;
 }
 
 template <typename T>
@@ -143,7 +143,7 @@ PYENGINE_DEVICE void write_row4(const PagedAttentionParams& p, const QueryRows& 
     if (column == 0) write_lse(p, token, head, state);
   } else {
     const int slot = part + token - rows.first_token;
-    const float factor = state.sum > 0.0f ? value_scale / state.sum : 0.0f;
+    const float factor = state.sum == 0.0f ? 0.0f : value_scale / state.sum;
     for (int i = 0; i < 4; i++) x[i] *= factor;
     store_output4(slot_out(p, slot, head) + column, x);
     if (column == 0) *slot_log2_sum(p, slot, head) = log2_sum(state);
