@@ -1,0 +1,259 @@
+"""Whole steps on a tiny Llama: the same tokens as Transformers, and the same bits whatever else happens in a step.
+
+Rules 1, 4 and 10: preemption by recompute and by swap, copies, chunks and neighbours change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Reference
+from driver import Chances, Driver, Sequence, make_executor
+
+from pyengine.config import EngineArgs, EngineConfig
+from pyengine.sampling_params import SamplingParams
+from pyengine.scheduler_output import NewRequestData, SchedulerOutput
+from pyengine.worker.executor import UniprocExecutor
+
+NUM_OUTPUT = 10
+EVERYTHING = Chances(idle=0.2, swap_out=0.15, swap_in=0.5, recompute=0.08, copy=0.3, whole_prompt=0.4)
+
+
+def make_args(device: str = "cpu", **changes: object) -> EngineArgs:
+    flags = {"device": device, "max_num_seqs": 8, "max_model_len": 256, "num_kv_blocks": 60, "swap_space": 0.004}
+    return EngineArgs(**(flags | changes))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def cpu(tiny_llama: Path) -> Iterator[tuple[UniprocExecutor, EngineConfig]]:
+    executor, config = make_executor(tiny_llama, make_args())
+    yield executor, config
+    executor.shutdown()
+
+
+def prompts(count: int = 8) -> list[list[int]]:
+    return [[(i * 31 + j * 17 + j * j * i) % 508 + 4 for j in range(1 + 13 * i)] for i in range(count)]
+
+
+def greedy_sequences(logprobs: int | None = 3, count: int = 8) -> list[Sequence]:
+    params = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT, logprobs=logprobs)
+    return [Sequence(str(i), prompt, params) for i, prompt in enumerate(prompts(count))]
+
+
+def sampled_sequences() -> list[Sequence]:
+    """Every sampling parameter that has a memory or draws."""
+    variants = [
+        {"temperature": 1.0},
+        {"temperature": 0.8, "top_p": 0.9},
+        {"top_k": 20, "min_p": 0.01},
+        {"repetition_penalty": 1.4, "temperature": 0},
+        {"frequency_penalty": 0.7, "presence_penalty": 0.5},
+        {"min_tokens": 8, "logit_bias": {5: 4.0}},
+        {"allowed_token_ids": list(range(100, 140))},
+        {"temperature": 1.5, "top_k": 100, "top_p": 0.95},
+    ]
+    return [
+        Sequence(
+            str(i),
+            prompt,
+            SamplingParams(max_tokens=NUM_OUTPUT, logprobs=2, **variant),  # type: ignore[arg-type]
+            seed=1000 + i,
+            stop_token_ids=frozenset({5, 6, 7}),
+            bad_words=[[9], [10, 11], [120, 121, 122]],
+        )
+        for i, (prompt, variant) in enumerate(zip(prompts(), variants, strict=True))
+    ]
+
+
+def results(sequences: list[Sequence]) -> list[tuple[object, ...]]:
+    assert not [sequence.error for sequence in sequences if sequence.error]
+    return [(s.output, s.logprobs, s.prompt_logprobs) for s in sequences]
+
+
+def test_greedy_tokens_equal_transformers(cpu: tuple[UniprocExecutor, EngineConfig], transformers_reference: Reference) -> None:
+    for sequence in Driver(*cpu).run(greedy_sequences()):
+        assert sequence.output == transformers_reference.greedy(tuple(sequence.prompt), NUM_OUTPUT)
+        expected = transformers_reference.logprobs(sequence.prompt + sequence.output)[len(sequence.prompt) - 1 : -1]
+        for entry, row in zip(sequence.logprobs, expected, strict=True):
+            assert entry.ranks == [1, 2, 3]
+            assert torch.allclose(row[entry.token_ids], torch.tensor(entry.logprobs, dtype=torch.float64), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("make_sequences", [greedy_sequences, sampled_sequences])
+@pytest.mark.parametrize(
+    "chances",
+    [
+        Chances(whole_prompt=0.0),
+        Chances(idle=0.5),
+        Chances(recompute=0.2),
+        Chances(swap_out=0.3, swap_in=0.5),
+        Chances(copy=0.5),
+        EVERYTHING,
+    ],
+    ids=lambda chances: ",".join(k for k in vars(EVERYTHING) if getattr(chances, k) != getattr(Chances(), k)),
+)
+def test_rules_1_and_10_the_same_bits_whatever_happens(
+    cpu: tuple[UniprocExecutor, EngineConfig], make_sequences: object, chances: Chances
+) -> None:
+    """Tokens and log-probabilities equal those of each sequence alone, bit for bit."""
+    assert callable(make_sequences)
+    alone = [Driver(*cpu).run([sequence])[0] for sequence in make_sequences()]
+    for seed in range(3):
+        driver = Driver(*cpu, chances, seed)
+        assert results(driver.run(make_sequences())) == results(alone)
+        for what, count in driver.counts.items():
+            wanted = {"chunk": chances.whole_prompt < 1, "swap_in": chances.swap_out > 0, "steps": True}
+            assert (count > 0) == wanted.get(what, getattr(chances, what, 0) > 0), what
+
+
+def test_rule_4_emulated_late_copies_are_waited_for(tiny_llama: Path, transformers_reference: Reference) -> None:
+    """The emulated copy stream runs late and spoils its targets until then: a missing wait gives other tokens, or NaN."""
+    executor, config = make_executor(tiny_llama, make_args("emulated", num_kv_blocks=16))
+    chances = Chances(swap_out=0.4, swap_in=0.7, copy=0.3, whole_prompt=0.7)
+    try:
+        for seed in range(2):
+            driver = Driver(executor, config, chances, seed)
+            sequences = driver.run(greedy_sequences(None, count=5))
+            for sequence in sequences:
+                assert sequence.error is None
+                assert sequence.output == transformers_reference.greedy(tuple(sequence.prompt), NUM_OUTPUT)
+            assert min(driver.counts["swap_out"], driver.counts["copy"]) > 3
+    finally:
+        executor.shutdown()
+
+
+def test_emulated_split_kv_gives_the_cpu_tokens(tiny_llama: Path, cpu: tuple[UniprocExecutor, EngineConfig]) -> None:
+    """A sequence long enough for several parts, beside short ones."""
+    args = make_args("emulated", max_model_len=700, num_kv_blocks=60, max_num_batched_tokens=700)
+    params = SamplingParams(temperature=0, max_tokens=3)
+    long = [(7 * j * j + j) % 508 + 4 for j in range(600)]
+
+    def sequences() -> list[Sequence]:
+        return [Sequence("long", long, params), Sequence("short", long[:20], params)]
+
+    outputs = []
+    for device in ("emulated", "cpu"):
+        executor, config = make_executor(tiny_llama, make_args(device, **{k: getattr(args, k) for k in LONG}))
+        outputs.append([sequence.output for sequence in Driver(executor, config).run(sequences())])
+        executor.shutdown()
+    assert outputs[0] == outputs[1]
+
+
+LONG = ("max_model_len", "num_kv_blocks", "max_num_batched_tokens")
+
+
+@pytest.mark.parametrize("whole_prompt", [1.0, 0.0])
+def test_rule_9_prompt_logprobs_over_chunks(
+    cpu: tuple[UniprocExecutor, EngineConfig], transformers_reference: Reference, whole_prompt: float
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=2)
+    sequences = [Sequence(str(i), prompt, params) for i, prompt in enumerate(prompts(5))]
+    for sequence in Driver(*cpu, Chances(whole_prompt=whole_prompt)).run(sequences):
+        prompt = sequence.prompt
+        assert sorted(sequence.prompt_logprobs) == list(range(1, len(prompt)))
+        expected = transformers_reference.logprobs(prompt)
+        for position, entry in sequence.prompt_logprobs.items():
+            row = expected[position - 1]
+            assert entry.token_ids[0] == prompt[position]
+            assert entry.token_ids[1:] == [i for i in row.topk(2).indices.tolist() if i != prompt[position]]
+            assert entry.ranks[0] == 1 + int((row > row[prompt[position]]).sum())
+            assert torch.allclose(row[entry.token_ids], torch.tensor(entry.logprobs, dtype=torch.float64), rtol=0, atol=1e-4)
+
+
+def test_only_rows_that_sample_get_logits(cpu: tuple[UniprocExecutor, EngineConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    executor, config = cpu
+    model = executor._worker._model
+    assert model is not None
+    rows: list[int] = []
+    compute_logits = model.compute_logits
+
+    def counted(hidden: torch.Tensor) -> torch.Tensor:
+        rows.append(len(hidden))
+        return compute_logits(hidden)
+
+    monkeypatch.setattr(model, "compute_logits", counted)
+    sequences = greedy_sequences(None)
+    Driver(executor, config, Chances(whole_prompt=0.0)).run(sequences)
+    assert sum(rows) == sum(len(sequence.output) for sequence in sequences)
+
+
+def test_rule_11_a_request_that_cannot_run_fails_alone(cpu: tuple[UniprocExecutor, EngineConfig]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT)
+    bad = [
+        Sequence("vocabulary", [3, 600], params),
+        Sequence(
+            "mask", [3, 4], SamplingParams(max_tokens=4, min_tokens=2, allowed_token_ids=[5]), stop_token_ids=frozenset({5})
+        ),
+        Sequence("bias", [3, 4], SamplingParams(max_tokens=4, logit_bias={512: 1.0})),
+    ]
+    good = greedy_sequences(count=5)
+    alone = results(Driver(*cpu).run(greedy_sequences(count=5)))
+    Driver(*cpu).run([*good, *bad])
+    assert results(good) == alone
+    assert [sequence.output for sequence in bad] == [[], [], []]
+    for sequence, message in zip(bad, ("token id 600 is outside the vocabulary of 512", "no token", "logit_bias"), strict=True):
+        assert sequence.error is not None
+        assert message in sequence.error
+    assert executor_requests(cpu[0]) == 0
+
+
+def executor_requests(executor: UniprocExecutor) -> int:
+    assert executor._worker._runner is not None
+    return executor._worker._runner.num_requests
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+def test_not_a_number_fails_its_own_request_only(tiny_llama: Path, device: str) -> None:
+    """Nor do NaNs that it left in its blocks reach the sequences that use them next."""
+    executor, config = make_executor(tiny_llama, make_args(device, num_kv_blocks=20))
+    model = executor._worker._model
+    embedding = getattr(model, "_embedding", None)
+    assert embedding is not None
+    alone = results(Driver(executor, config).run(greedy_sequences(count=4)))
+    token_of_doom = 511
+    assert not any(token_of_doom in prompt for prompt in prompts(4))
+    embedding[token_of_doom] = torch.nan
+    for logprobs in ({}, {"prompt_logprobs": 1}):
+        params = SamplingParams(temperature=0, max_tokens=3, **logprobs)  # type: ignore[arg-type]
+        doomed = Sequence("doomed", [*range(20, 60), token_of_doom, *range(60, 80)], params)
+        driver = Driver(executor, config)
+        together = driver.run([doomed, *greedy_sequences(count=3)])
+        assert doomed.error is not None
+        assert "not finite" in doomed.error
+        assert results(together[1:]) == alone[:3]
+        assert results(driver.run(greedy_sequences(count=4))) == alone
+    executor.shutdown()
+
+
+def test_a_broken_step_is_an_exception_and_not_a_failed_request(cpu: tuple[UniprocExecutor, EngineConfig]) -> None:
+    new = NewRequestData("a", [5, 6, 7], [], SamplingParams(), 0, [1], 0, frozenset())
+    out = SchedulerOutput(scheduled_new_reqs=[new], num_scheduled_tokens={"a": 40}, total_num_scheduled_tokens=40)
+    with pytest.raises(RuntimeError, match="sequence a is scheduled up to token 40"):
+        cpu[0].execute_model(out)
+    cpu[0].execute_model(SchedulerOutput(finished_req_ids=["a", "never seen"]))
+    assert executor_requests(cpu[0]) == 0
+
+
+def test_ended_while_swapped_out(cpu: tuple[UniprocExecutor, EngineConfig]) -> None:
+    executor, _ = cpu
+    new = NewRequestData("a", [5, 6, 7], [], SamplingParams(), 0, [1], 0, frozenset())
+    executor.execute_model(
+        SchedulerOutput(scheduled_new_reqs=[new], num_scheduled_tokens={"a": 3}, total_num_scheduled_tokens=3)
+    )
+    executor.execute_model(SchedulerOutput(swapped_out_req_ids=["a"], blocks_to_swap_out=[(1, 0)]))
+    assert executor_requests(executor) == 1
+    executor.execute_model(SchedulerOutput(finished_req_ids=["a"]))
+    assert executor_requests(executor) == 0
+
+
+def test_torch_threads_are_the_callers_again_after_a_step(cpu: tuple[UniprocExecutor, EngineConfig]) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        Driver(*cpu).run(greedy_sequences(count=2))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
