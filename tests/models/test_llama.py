@@ -74,15 +74,14 @@ class PagedRunner:
         arch = checkpoint.arch
         config = LoadConfig(device=self.device, dtype=self.dtype, quantization=None, num_threads=1, seed=0)
         self.model = load_model(checkpoint, config, get_ops(self.device))
-        shape = (NUM_BLOCKS, arch.num_kv_heads, arch.head_dim, BLOCK_SIZE)
+        shape = (NUM_BLOCKS, arch.num_kv_heads, BLOCK_SIZE, arch.head_dim)
         dtype = getattr(torch, self.dtype)
-        self.caches = [
-            LayerKVCache(
-                torch.full(shape, float("nan"), dtype=dtype).transpose(2, 3),  # dimension-major, as the CPU pool has it
-                torch.full(shape, float("nan"), dtype=dtype).view(NUM_BLOCKS, arch.num_kv_heads, BLOCK_SIZE, -1),
-            )
-            for _ in range(arch.num_layers)
-        ]
+        self.caches = []
+        for _ in range(arch.num_layers):
+            k, v = (torch.full(shape, float("nan"), dtype=dtype) for _ in "kv")
+            if self.device == "cpu":  # the CPU pool keeps K dimension-major
+                k = k.transpose(2, 3).contiguous().transpose(2, 3)
+            self.caches.append(LayerKVCache(k, v))
         self.free = torch.randperm(NUM_BLOCKS - 1, generator=torch.Generator().manual_seed(1)).add(1).tolist()
 
     def step(self, batch: dict[str, list[int]]) -> dict[str, Tensor]:
