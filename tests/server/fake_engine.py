@@ -161,7 +161,8 @@ class FakeEngine:
     def _is_held(self, request: FakeRequest, i: int) -> bool:
         if request.request_id == "warm-up":
             return self.hold_warm_up
-        return self.hold is not None and i >= self.hold
+        is_unary = request.params.output_kind is RequestOutputKind.FINAL_ONLY
+        return self.hold is not None and (is_unary or i >= self.hold)
 
     def release(self) -> None:
         """Let held requests go on. On the loop."""
