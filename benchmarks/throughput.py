@@ -11,10 +11,12 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from dataclasses import fields
 from pathlib import Path
 
 from pyengine import LLM, SamplingParams
-from pyengine.server.flags import add_engine_flags, engine_args_from
+from pyengine.config import EngineArgs
+from pyengine.server.flags import add_engine_flags
 
 from workloads import load_workloads
 
@@ -28,7 +30,7 @@ def main() -> None:
     add_engine_flags(parser)
     flags = parser.parse_args()
     start = time.perf_counter()
-    llm = LLM(**{**engine_args_from(flags), "model": flags.model_path})
+    llm = LLM(**{f.name: getattr(flags, f.name) for f in fields(EngineArgs)} | {"model": flags.model_path})
     print(f"RES pyengine startup {time.perf_counter() - start:.1f}", flush=True)
     tokenizer = llm.get_tokenizer()
     for name, requests in load_workloads(flags.out, lambda text: tokenizer(text)["input_ids"]).items():

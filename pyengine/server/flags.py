@@ -112,6 +112,12 @@ def make_parser() -> argparse.ArgumentParser:
     # Not named "model": argparse would let the positional's default overwrite the flag's value.
     parser.add_argument("model_positional", nargs="?", default=None, metavar="MODEL", help="the same as --model")
     _add_flags(parser.add_argument_group("Server"), ServerArgs, fields(ServerArgs))
+    add_engine_flags(parser)
+    return parser
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """Add every `EngineArgs` field, grouped; for other programs that run an engine, benchmarks among them."""
     by_name = {f.name: f for f in fields(EngineArgs)}
     grouped = {name for names in _GROUPS.values() for name in names}
     for title, names in _GROUPS.items():
@@ -119,7 +125,6 @@ def make_parser() -> argparse.ArgumentParser:
         if title == list(_GROUPS)[-1]:
             chosen += [f for f in by_name.values() if f.name not in grouped]
         _add_flags(parser.add_argument_group(title), EngineArgs, chosen)
-    return parser
 
 
 def flag_name(field: str) -> str:
