@@ -48,7 +48,9 @@ TensorArg::TensorArg(const char* op, const char* name, const Tensor& tensor, int
   if (rank_ != rank) fail("must have " + count(rank) + " dimensions, not " + count(rank_));
 }
 
-void TensorArg::fail(const std::string& message) const { fail_op(op_, std::string(name_) + " " + message); }
+void TensorArg::fail(const std::string& message) const {
+  fail_op(op_, std::string(name_) + (message[0] == '[' ? "" : " ") + message);  // an index follows the name at once
+}
 
 int32_t TensorArg::size32(int dim, const char* what) const {
   if (sizes_[dim] > std::numeric_limits<int32_t>::max()) {
