@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -40,40 +41,36 @@ class Linear:
         self.in_features = in_features
         self.out_features = sum(out_features)
         self.bias = torch.zeros(self.out_features, dtype=dtype, device=device) if bias else None  # [out]
-        self._parts = tuple(out_features)
-        self._ops = ops
-        self._dtype, self._device = dtype, device
-        self._packs = device.type == "cpu"
-        self._missing = set(range(len(self._parts)))
-        self._weight: Tensor | None = None  # [out, in]; on CPUs only while projections are still to come
+        self._ops, self._dtype = ops, dtype
+        self._starts = tuple(accumulate(out_features, initial=0))  # of each projection's rows, and the end
+        self._missing = set(range(len(out_features)))
         self._packed: Tensor | None = None  # [ceil(out / 16), in, 16]
+        self._weight: Tensor | None = None  # [out, in]
+        if device.type == "cpu":
+            self._packed = torch.empty(-(-self.out_features // PANEL), in_features, PANEL, dtype=dtype)
+        if self._packed is None or any(start % PANEL for start in self._starts[:-1]):
+            # On CPUs only for projections that share a panel, and only until the last of them is there.
+            self._weight = torch.empty(self.out_features, in_features, dtype=dtype, device=device)
 
     def weight_slots(self, names: Sequence[str]) -> Iterator[WeightSlot]:
         """The tensors of the projections, whose modules Hugging Face calls `names`."""
-        start = 0
-        for part, (name, rows) in enumerate(zip(names, self._parts, strict=True)):
-            yield WeightSlot(f"{name}.weight", (rows, self.in_features), partial(self._load_weight, part, start))
+        for part, name in enumerate(names):
+            start, end = self._starts[part], self._starts[part + 1]
+            yield WeightSlot(f"{name}.weight", (end - start, self.in_features), partial(self._load_weight, part))
             if self.bias is not None:
-                yield WeightSlot(f"{name}.bias", (rows,), self.bias[start : start + rows].copy_)
-            start += rows
+                yield WeightSlot(f"{name}.bias", (end - start,), self.bias[start:end].copy_)
 
-    def _load_weight(self, part: int, start: int, weight: Tensor) -> None:
-        if self._packs and len(self._parts) == 1:
-            self._pack(weight.to(self._dtype).contiguous())
-            return
-        if self._weight is None:
-            self._weight = torch.empty(self.out_features, self.in_features, dtype=self._dtype, device=self._device)
-        self._weight[start : start + self._parts[part]].copy_(weight)
+    def _load_weight(self, part: int, weight: Tensor) -> None:
+        start, end = self._starts[part], self._starts[part + 1]
+        if self._weight is not None:
+            self._weight[start:end].copy_(weight)
+        elif self._packed is not None:
+            panels = self._packed[start // PANEL : -(-end // PANEL)]
+            self._ops.pack_linear_weight(panels, weight.to(self._dtype).contiguous())
         self._missing.discard(part)
-        if self._packs and not self._missing:
-            self._pack(self._weight)
-            self._weight = None  # from here on there is one copy
-
-    def _pack(self, weight: Tensor) -> None:
-        """weight [out, in]."""
-        panels = -(-self.out_features // PANEL)
-        self._packed = torch.empty(panels, self.in_features, PANEL, dtype=self._dtype)
-        self._ops.pack_linear_weight(self._packed, weight)
+        if self._packed is not None and self._weight is not None and not self._missing:
+            self._ops.pack_linear_weight(self._packed, self._weight)
+            self._weight = None
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         """Multiply.
@@ -89,7 +86,7 @@ class Linear:
             out = torch.empty(x.shape[0], self.out_features, dtype=out_dtype or x.dtype)
             self._ops.linear(out, x, self._packed, self.bias)
             return out
-        assert self._weight is not None, "called before its weights were loaded"
+        assert self._weight is not None
         out = torch.nn.functional.linear(x, self._weight, self.bias)
         return out if out_dtype is None else out.to(out_dtype)
 
@@ -104,5 +101,5 @@ class Linear:
         """
         if self._packed is not None:
             return self._packed[indices // PANEL, :, indices % PANEL]
-        assert self._weight is not None, "called before its weights were loaded"
+        assert self._weight is not None
         return self._weight.index_select(0, indices)

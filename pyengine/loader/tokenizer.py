@@ -89,8 +89,7 @@ def _from_folder(folder: Path) -> PreTrainedTokenizerBase:
     try:
         result: PreTrainedTokenizerBase = loader.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # tokenizers and Transformers raise whatever they meet, plain Exceptions too
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise ModelLoadError(f"{folder}: its tokenizer cannot be loaded: {reason}") from error
+        raise ModelLoadError(f"{folder}: its tokenizer cannot be loaded: {_first_line(error)}") from error
     return result
 
 
@@ -159,8 +158,12 @@ def _wrap(file: GGUFFile, tokenizer_json: Path) -> PreTrainedTokenizerBase:
     return result
 
 
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
 def _set_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> None:
-    from jinja2.exceptions import TemplateError, TemplateSyntaxError
+    from jinja2.exceptions import TemplateSyntaxError
 
     if "{" not in chat_template:  # a template without any expression would be of no use: this is a path
         path = Path(chat_template).expanduser()
@@ -173,5 +176,5 @@ def _set_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str) -
         tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
     except TemplateSyntaxError as error:
         raise ModelLoadError(f"chat template, line {error.lineno}: {error.message}") from error
-    except TemplateError:
-        pass  # it compiles; that it refuses this one-message chat is its right
+    except Exception as error:  # it compiles, but may want a system message first, say
+        logger.warning("the chat template fails on a chat of one user message: %s", _first_line(error))

@@ -34,9 +34,8 @@ def load_model(checkpoint: Checkpoint, load_config: LoadConfig, ops: Ops) -> Cau
     Raises:
         ModelLoadError: one line naming the file, and the tensor that is missing, unknown, mis-shaped or unreadable.
     """
-    scheme = load_config.quantization
-    if scheme is not None and scheme != checkpoint.arch.quantization:
-        found = checkpoint.arch.quantization or "none"
+    scheme, found = load_config.quantization, checkpoint.arch.quantization or "none"
+    if scheme not in (None, found) and not scheme == checkpoint.format == "gguf":
         raise ModelLoadError(f"{checkpoint.path}: quantization {scheme!r} was asked for, but the checkpoint's is {found}")
     device = torch.device("cuda" if load_config.device == "cuda" else "cpu")
     started = time.monotonic()

@@ -406,5 +406,10 @@ def test_every_truncation_of_a_gguf_header_is_a_clear_error(tiny_llama: Path, tm
             open_checkpoint(str(path))
 
 
-def test_quantization_that_the_checkpoint_does_not_have(tiny_llama: Path) -> None:
+def test_quantization_that_was_asked_for(tiny_llama: Path, tmp_path: Path) -> None:
     assert_one_line_error(str(tiny_llama), ["'awq' was asked for", "is none"], quantization="awq")
+    for kind in ("F16", "Q8_0"):
+        path = write_gguf(tmp_path / f"{kind}.gguf", tiny_llama, kind)
+        assert load(str(path), quantization="gguf").weight_shapes()
+        found = "gguf" if kind == "Q8_0" else "none"
+        assert_one_line_error(str(path), ["'awq' was asked for", f"is {found}"], quantization="awq")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,13 @@ from tiny_models import VOCAB_SIZE, make_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from pyengine.config import LoadConfig
+from pyengine.config import LoadConfig, ModelArchConfig
+from pyengine.errors import ModelLoadError
 from pyengine.layers.attention_metadata import AttentionMetadata, LayerKVCache
 from pyengine.loader.checkpoint import open_checkpoint
 from pyengine.loader.weights import load_model
+from pyengine.models.interfaces import CausalLM
+from pyengine.models.registry import create_model
 from pyengine.ops import get_ops
 
 BLOCK_SIZE = 16
@@ -74,15 +79,19 @@ class PagedRunner:
         arch = checkpoint.arch
         config = LoadConfig(device=self.device, dtype=self.dtype, quantization=None, num_threads=1, seed=0)
         self.model = load_model(checkpoint, config, get_ops(self.device))
+        self.torch_device = torch.device("cuda" if self.device == "cuda" else "cpu")
         shape = (NUM_BLOCKS, arch.num_kv_heads, BLOCK_SIZE, arch.head_dim)
         dtype = getattr(torch, self.dtype)
         self.caches = []
         for _ in range(arch.num_layers):
-            k, v = (torch.full(shape, float("nan"), dtype=dtype) for _ in "kv")
+            k, v = (torch.full(shape, float("nan"), dtype=dtype, device=self.torch_device) for _ in "kv")
             if self.device == "cpu":  # the CPU pool keeps K dimension-major
                 k = k.transpose(2, 3).contiguous().transpose(2, 3)
             self.caches.append(LayerKVCache(k, v))
         self.free = torch.randperm(NUM_BLOCKS - 1, generator=torch.Generator().manual_seed(1)).add(1).tolist()
+
+    def tensor(self, values: list[Any], dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.torch_device)
 
     def step(self, batch: dict[str, list[int]]) -> dict[str, Tensor]:
         """Run each sequence's new tokens in one batch; logits fp32 [its new tokens, vocab]."""
@@ -108,13 +117,13 @@ class PagedRunner:
             num_tokens=len(ids),
             max_query_len=max(map(len, batch.values())),
             max_seq_len=max(seq_lens),
-            query_start_loc=torch.tensor(starts, dtype=torch.int32),
-            seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
-            block_table=torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32),
-            slot_mapping=torch.tensor(slots),
+            query_start_loc=self.tensor(starts, torch.int32),
+            seq_lens=self.tensor(seq_lens, torch.int32),
+            block_table=self.tensor([table + [0] * (width - len(table)) for table in tables], torch.int32),
+            slot_mapping=self.tensor(slots),
         )
-        hidden = self.model.forward(torch.tensor(ids), torch.tensor(positions), self.caches, metadata)
-        logits = self.model.compute_logits(hidden)
+        hidden = self.model.forward(self.tensor(ids), self.tensor(positions), self.caches, metadata)
+        logits = self.model.compute_logits(hidden).cpu()
         return {name: logits[start:end] for name, start, end in zip(batch, starts, starts[1:], strict=False)}
 
 
@@ -167,13 +176,17 @@ def test_half_precision_follows_transformers(dtype: str, tmp_path: Path) -> None
     assert (got - exact).abs().mean() <= 2 * (theirs - exact).abs().mean()
 
 
-def test_emulated_gives_the_cpu_logits(tiny_llama: Path) -> None:
+NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize("device", ["emulated", pytest.param("cuda", marks=NO_CUDA)])
+def test_other_devices_give_the_cpu_logits(device: str, tiny_llama: Path) -> None:
     ids = random_ids(20, 3)
-    runners = [PagedRunner(tiny_llama, device=device) for device in ("cpu", "emulated")]
+    runners = [PagedRunner(tiny_llama, device=name) for name in ("cpu", device)]
     for batch in ({"a": ids[:16], "b": ids[:3]}, {"a": [ids[16]], "b": [ids[3]]}):
-        cpu, emulated = (runner.step(batch) for runner in runners)
+        cpu, other = (runner.step(batch) for runner in runners)
         for name in batch:
-            torch.testing.assert_close(emulated[name], cpu[name], atol=1e-3, rtol=1e-3)
+            torch.testing.assert_close(other[name], cpu[name], atol=1e-3, rtol=1e-3)
 
 
 def test_tied_embedding_is_kept_once(tmp_path: Path) -> None:
@@ -183,3 +196,61 @@ def test_tied_embedding_is_kept_once(tmp_path: Path) -> None:
     rows = runner.model.lm_head.rows(torch.arange(VOCAB_SIZE))
     assert torch.equal(rows, table)
     assert "lm_head.weight" not in runner.model.weight_shapes()
+
+
+def tiny_arch(**changes: Any) -> ModelArchConfig:
+    values: dict[str, Any] = {
+        "architecture": "LlamaForCausalLM",
+        "vocab_size": 40,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_layers": 2,
+        "num_heads": 1,
+        "num_kv_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+    }
+    return ModelArchConfig(**(values | changes))
+
+
+def new_model(arch: ModelArchConfig) -> CausalLM:
+    return create_model(arch, ops=get_ops("cpu"), dtype=torch.float32, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ({"lm_head.weight": None}, "tensor lm_head.weight is missing"),
+        ({"model.norm.bias": torch.zeros(32)}, "tensor model.norm.bias does not belong to LlamaForCausalLM"),
+        ({"model.norm.weight": torch.ones(31)}, r"tensor model.norm.weight has shape \[31\], not \[32\]"),
+    ],
+)
+def test_load_weights_checks_what_it_gets(edit: dict[str, Tensor | None], message: str) -> None:
+    model = new_model(tiny_arch())
+    weights = {name: torch.ones(shape) for name, shape in model.weight_shapes().items()} | edit
+    with pytest.raises(ModelLoadError, match=message):
+        model.load_weights((name, tensor) for name, tensor in weights.items() if tensor is not None)
+
+
+def test_weights_are_taken_one_at_a_time() -> None:
+    """No tensor is kept alive once it was taken, so a load needs no second copy of the model."""
+    model = new_model(tiny_arch(tie_word_embeddings=True, attention_bias=True))
+    given: list[weakref.ref[Tensor]] = []
+
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        for name, shape in model.weight_shapes().items():
+            assert sum(reference() is not None for reference in given) <= 1  # the one that was just taken
+            tensor = torch.ones(shape)
+            given.append(weakref.ref(tensor))
+            yield name, tensor
+            del tensor
+
+    model.load_weights(stream())
+    assert len(given) == len(model.weight_shapes())
+    assert not any(reference() is not None for reference in given)
+
+
+def test_unknown_architecture() -> None:
+    with pytest.raises(ModelLoadError, match="architecture MambaForCausalLM is not supported; supported: LlamaForCausalLM"):
+        new_model(tiny_arch(architecture="MambaForCausalLM"))

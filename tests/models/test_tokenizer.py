@@ -248,6 +248,14 @@ def test_chat_template_from_text_and_file(tiny_llama: Path, tmp_path: Path) -> N
         assert tokenizer.apply_chat_template(CHAT, tokenize=False) == "[hi]"
 
 
+def test_chat_template_that_refuses_the_trial_chat(tiny_llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    template = "{{ raise_exception('a system message must come first') }}"
+    with caplog.at_level(logging.WARNING):
+        tokenizer = load_tokenizer(open_checkpoint(str(tiny_llama)), chat_template=template)
+    assert "a system message must come first" in caplog.text
+    assert tokenizer.chat_template == template
+
+
 def test_item_19_no_chat_template_is_a_warning(tiny_llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write_gguf(tmp_path / "model.gguf", tiny_llama, metadata={"tokenizer.chat_template": None})
     with caplog.at_level(logging.WARNING):
