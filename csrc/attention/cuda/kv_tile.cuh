@@ -25,22 +25,29 @@ struct KvTile {
   PYENGINE_DEVICE float* value_scales() const { return key_scales() + kTokens; }
 };
 
-// The cache as one KV head sees it.
+// The cache as one KV head sees it. Strides in bytes; a token's fits 32 bits.
 template <KvFormat kFormat>
 struct PagedKv {
   const char *k, *v;  // at the KV head
+  int64_t k_block_bytes, v_block_bytes;
+  int k_token_bytes, v_token_bytes;
   const float *k_scale, *v_scale;
   const int32_t* table;
 
-  PYENGINE_DEVICE PagedKv(const PagedAttentionParams& p, const QueryRows& rows, int element_bytes) {
-    k = static_cast<const char*>(p.k_cache) + rows.kv_head * p.k_head_stride * element_bytes;
-    v = static_cast<const char*>(p.v_cache) + rows.kv_head * p.v_head_stride * element_bytes;
-    k_scale = v_scale = nullptr;
+  PYENGINE_DEVICE PagedKv(const PagedAttentionParams& p, const QueryRows& rows, int element_bytes)
+      : k(static_cast<const char*>(p.k_cache) + rows.kv_head * p.k_head_stride * element_bytes),
+        v(static_cast<const char*>(p.v_cache) + rows.kv_head * p.v_head_stride * element_bytes),
+        k_block_bytes(p.k_block_stride * element_bytes),
+        v_block_bytes(p.v_block_stride * element_bytes),
+        k_token_bytes(static_cast<int>(p.k_token_stride) * element_bytes),
+        v_token_bytes(static_cast<int>(p.v_token_stride) * element_bytes),
+        k_scale(nullptr),
+        v_scale(nullptr),
+        table(p.block_table + rows.seq * p.block_table_stride) {
     if constexpr (kFormat == KvFormat::kInt8) {
       k_scale = p.k_scale + rows.kv_head * p.k_scale_head_stride;
       v_scale = p.v_scale + rows.kv_head * p.v_scale_head_stride;
     }
-    table = p.block_table + rows.seq * p.block_table_stride;
   }
 };
 
@@ -50,54 +57,78 @@ PYENGINE_DEVICE float head_scale(const float* scales, int kv_head) {
   return kFormat == KvFormat::kFp8 && scales ? scales[kv_head] : 1.0f;
 }
 
-// One 16-byte chunk of a row, of which `valid` bytes exist; the rest becomes zero. Rows of 8-byte alignment (one-byte types
-// with a head size that is not a multiple of 16) are copied by halves.
-template <bool kHalves>
-PYENGINE_DEVICE void copy_chunk(void* shared, const char* global, int valid, bool halves) {
-  if (kHalves && halves) {
-    cp_async<8>(shared, global, min(valid, 8));
-    cp_async<8>(static_cast<char*>(shared) + 8, valid > 8 ? global + 8 : global, max(valid - 8, 0));
-  } else {
+// Copies 16 bytes of a row, of which `valid` exist; the rest becomes zero. kPiece 8: rows of one-byte elements that are no
+// multiple of 16 bytes long, and so start at multiples of 8.
+template <int kPiece>
+PYENGINE_DEVICE void copy_chunk(unsigned char* shared, const char* global, int valid) {
+  if constexpr (kPiece == 16) {
     cp_async<16>(shared, global, valid);
+  } else {
+    cp_async<8>(shared, global, min(valid, 8));
+    cp_async<8>(shared + 8, global + 8, max(valid - 8, 0));
   }
 }
 
-// Starts copying tokens [first, first + kTokens) into the tile; `thread` of kThreads does its share. Tokens outside
-// [range.begin, range.end) are not read but zero-filled: their slots may never have been written. The caller commits.
-template <typename Tile, KvFormat kFormat, int kTokens, int kThreads>
-PYENGINE_DEVICE void copy_tile(const PagedAttentionParams& p, const PagedKv<kFormat>& kv, Tile tile, int first, KeyRange range,
-                               int thread) {
-  constexpr int kBytes = Tile::kElementBytes, kBlockRows = 8;  // a block holds a multiple of 8 tokens
-  const int row_bytes = p.head_dim * kBytes;
-  const bool halves = kBytes == 1 && row_bytes % 16 != 0;
+// A thread's share of a tile's rows. Eight rows, of one cache block, share the block's address. kWhole: every token of the
+// tile is in `range`; else those that are not become zero.
+template <typename Tile, KvFormat kFormat, int kTokens, int kThreads, int kPiece, bool kWhole>
+PYENGINE_DEVICE void copy_rows(const PagedAttentionParams& p, const PagedKv<kFormat>& kv, const Tile& tile, int first,
+                               KeyRange range, int thread) {
+  constexpr int kGroup = 8, kPieces = kTokens * Tile::kChunks / kThreads;
+  constexpr int kPiecesPerGroup = kGroup * Tile::kChunks / kThreads > 1 ? kGroup * Tile::kChunks / kThreads : 1;
   static_assert(kTokens * Tile::kChunks % kThreads == 0, "every thread copies the same number of chunks");
+  static_assert(kThreads > kGroup * Tile::kChunks || kGroup * Tile::kChunks % kThreads == 0,
+                "a thread changes group at a piece");
+  const int row_bytes = p.head_dim * Tile::kElementBytes;
+  const char *k = nullptr, *v = nullptr;
 #pragma unroll
-  for (int i = 0; i < kTokens * Tile::kChunks / kThreads; i++) {
-    const int c = i * kThreads + thread, row = c / Tile::kChunks, chunk = c % Tile::kChunks, token = first + row;
-    const bool live = token >= range.begin && token < range.end;
-    const int from = live ? token : range.begin;
-    const int64_t block = kv.table[from >> p.block_shift], offset = from & (p.block_size - 1);
-    const int valid = live ? max(min(row_bytes - chunk * 16, 16), 0) : 0, column = valid ? chunk * 16 : 0;
-    unsigned char* to = tile.keys() + row * Tile::kPitch + chunk * 16;
-    copy_chunk<kBytes == 1>(to, kv.k + (block * p.k_block_stride + offset * p.k_token_stride) * kBytes + column, valid, halves);
-    copy_chunk<kBytes == 1>(to + Tile::kMatrixBytes,
-                            kv.v + (block * p.v_block_stride + offset * p.v_token_stride) * kBytes + column, valid, halves);
-  }
-  if constexpr (kFormat == KvFormat::kInt8) {
-    constexpr int kPieces = kTokens / 4;  // of 16 bytes, each inside one block
-    static_assert(2 * kPieces <= kThreads && kBlockRows % 4 == 0, "one piece a thread");
-    if (thread < 2 * kPieces) {
-      const bool is_value = thread >= kPieces;
-      const int row = thread % kPieces * 4, token = first + row;
-      const bool live = token + 4 > range.begin && token < range.end;
-      const int from = live ? token : range.begin & ~3;
-      const int valid = live ? min(range.end - token, 4) * 4 : 0;
-      const int64_t block = kv.table[from >> p.block_shift], offset = from & (p.block_size - 1);
-      const float* source =
-          is_value ? kv.v_scale + block * p.v_scale_block_stride : kv.k_scale + block * p.k_scale_block_stride;
-      cp_async<16>((is_value ? tile.value_scales() : tile.key_scales()) + row, source + offset, valid);
+  for (int i = 0; i < kPieces; i++) {
+    const int c = i * kThreads + thread, row = c / Tile::kChunks, byte = c % Tile::kChunks * 16;
+    if (i % kPiecesPerGroup == 0) {
+      int token = first + row / kGroup * kGroup;
+      if (!kWhole) token = max(min(token, range.end - 1), range.begin) & ~(kGroup - 1);
+      const int64_t block = kv.table[token >> p.block_shift];
+      const int offset = token & (p.block_size - 1);
+      k = kv.k + block * kv.k_block_bytes + offset * kv.k_token_bytes;
+      v = kv.v + block * kv.v_block_bytes + offset * kv.v_token_bytes;
     }
+    int valid = max(min(row_bytes - byte, 16), 0);
+    if (!kWhole && (first + row < range.begin || first + row >= range.end)) valid = 0;
+    unsigned char* to = tile.keys() + row * Tile::kPitch + byte;
+    copy_chunk<kPiece>(to, k + row % kGroup * kv.k_token_bytes + byte, valid);
+    copy_chunk<kPiece>(to + Tile::kMatrixBytes, v + row % kGroup * kv.v_token_bytes + byte, valid);
   }
+}
+
+// INT8's scales of the tile's tokens, four at a time.
+template <typename Tile, KvFormat kFormat, int kTokens, int kThreads>
+PYENGINE_DEVICE void copy_scales(const PagedAttentionParams& p, const PagedKv<kFormat>& kv, const Tile& tile, int first,
+                                 KeyRange range, int thread) {
+  constexpr int kPieces = kTokens / 4;  // each inside one block
+  static_assert(2 * kPieces <= kThreads, "one piece a thread");
+  if (thread >= 2 * kPieces) return;
+  const bool is_value = thread >= kPieces;
+  const int row = thread % kPieces * 4, token = first + row;
+  const bool live = token + 4 > range.begin && token < range.end;
+  const int from = live ? token : range.begin & ~3;
+  const int64_t block = kv.table[from >> p.block_shift], offset = from & (p.block_size - 1);
+  const float* source = is_value ? kv.v_scale + block * p.v_scale_block_stride : kv.k_scale + block * p.k_scale_block_stride;
+  cp_async<16>((is_value ? tile.value_scales() : tile.key_scales()) + row, source + offset,
+               live ? min(range.end - token, 4) * 4 : 0);
+}
+
+// Starts copying tokens [first, first + kTokens) into the tile; `thread` of kThreads does its share. Tokens outside `range`
+// are not read but zero-filled: their slots may never have been written. The caller commits.
+template <typename Tile, KvFormat kFormat, int kTokens, int kThreads>
+PYENGINE_DEVICE void copy_tile(const PagedAttentionParams& p, const PagedKv<kFormat>& kv, const Tile& tile, int first,
+                               KeyRange range, int thread) {
+  if (Tile::kElementBytes == 1 && p.head_dim % 16 != 0)
+    copy_rows<Tile, kFormat, kTokens, kThreads, 8, false>(p, kv, tile, first, range, thread);
+  else if (first >= range.begin && first + kTokens <= range.end)
+    copy_rows<Tile, kFormat, kTokens, kThreads, 16, true>(p, kv, tile, first, range, thread);
+  else
+    copy_rows<Tile, kFormat, kTokens, kThreads, 16, false>(p, kv, tile, first, range, thread);
+  if constexpr (kFormat == KvFormat::kInt8) copy_scales<Tile, kFormat, kTokens, kThreads>(p, kv, tile, first, range, thread);
 }
 
 // ---- one-byte elements to operands -------------------------------------------------------------------------------------

@@ -78,22 +78,35 @@ struct WarpRows {
 template <KvFormat kFormat, int kTokens, typename Tile>
 PYENGINE_DEVICE void finish_scores(float (&s)[kTokens / 8][4], const ScoreTransform& transform, const WarpRows& rows,
                                    const Tile& tile, int first, KeyRange range, int tig) {
-  const bool modified = transform.has_cap || transform.has_alibi;
   const bool edge = first < range.begin || first + kTokens > range.end || first + kTokens - 1 > rows.first_position ||
                     first <= rows.last_position - transform.window;
+  const int key = first + tig * 2;  // of s[0][0]
 #pragma unroll
   for (int n = 0; n < kTokens / 8; n++) {
-    float2 key_scale = {1.0f, 1.0f};
-    if constexpr (kFormat == KvFormat::kInt8) key_scale = load_vector<float2>(tile.key_scales() + n * 8 + tig * 2);
-#pragma unroll
-    for (int e = 0; e < 4; e++) {
-      const int key = first + n * 8 + tig * 2 + (e & 1), r = e >> 1;
-      float x = s[n][e] * transform.factor;
-      if constexpr (kFormat == KvFormat::kInt8) x *= e & 1 ? key_scale.y : key_scale.x;
-      if (modified) x = transform.modify(x, rows.slope[r], key, rows.position[r]);
-      if (edge && (key < range.begin || key >= range.end || !transform.sees(rows.position[r], key))) x = -INFINITY;
-      s[n][e] = x;
+    float2 scale = {transform.factor, transform.factor};
+    if constexpr (kFormat == KvFormat::kInt8) {
+      const float2 key_scale = load_vector<float2>(tile.key_scales() + n * 8 + tig * 2);
+      scale.x *= key_scale.x;
+      scale.y *= key_scale.y;
     }
+#pragma unroll
+    for (int e = 0; e < 4; e++) s[n][e] *= e & 1 ? scale.y : scale.x;
+  }
+  if (transform.has_cap || transform.has_alibi) {
+#pragma unroll
+    for (int n = 0; n < kTokens / 8; n++)
+#pragma unroll
+      for (int e = 0; e < 4; e++)
+        s[n][e] = transform.modify(s[n][e], rows.slope[e >> 1], key + n * 8 + (e & 1), rows.position[e >> 1]);
+  }
+  if (edge) {
+#pragma unroll
+    for (int n = 0; n < kTokens / 8; n++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const int k = key + n * 8 + (e & 1);
+        if (k < range.begin || k >= range.end || !transform.sees(rows.position[e >> 1], k)) s[n][e] = -INFINITY;
+      }
   }
 }
 
