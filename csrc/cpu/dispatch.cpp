@@ -59,13 +59,7 @@ const IsaEntry& find_isa(const char* name) {
 
 const IsaEntry& initial_isa() {
   const char* forced = std::getenv("PYENGINE_CPU_ISA");
-  if (forced != nullptr && *forced != '\0') {
-    try {
-      return find_isa(forced);
-    } catch (const std::invalid_argument& error) {
-      throw std::invalid_argument(std::string("PYENGINE_CPU_ISA: ") + error.what());
-    }
-  }
+  if (forced != nullptr && *forced != '\0') return find_isa(forced);
   const IsaList& list = isa_list();
   int widest = 0;
   for (int i = 0; i < list.size; i++) {

@@ -1,0 +1,172 @@
+// Stress test of the thread pool; built and run by tests/kernels/test_thread_pool.py, also with ThreadSanitizer.
+// Exits with 1 and a line on stderr at the first failure.
+#include "../../csrc/cpu/thread_pool.h"
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#define PE_ISA scalar
+#include "../../csrc/cpu/parallel.h"
+
+namespace {
+
+using namespace pyengine::cpu;
+using scalar::parallel_for;
+
+#define CHECK(condition)                                                            \
+  do {                                                                              \
+    if (!(condition)) {                                                             \
+      fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #condition); \
+      exit(1);                                                                      \
+    }                                                                               \
+  } while (false)
+
+// Each tile runs once, whatever the number of tiles is; plain memory written in a tile is visible afterwards.
+void every_tile_runs_once(int rounds) {
+  std::vector<int> hits(1000);
+  for (int round = 0; round < rounds; round++) {
+    const int tiles = round % 7 == 0 ? 1000 : round % 13;
+    hits.assign(hits.size(), 0);
+    parallel_for(tiles, [&](int64_t tile, int thread) {
+      CHECK(thread >= 0 && thread < get_num_threads());
+      hits[tile]++;
+    });
+    for (int i = 0; i < 1000; i++) CHECK(hits[i] == (i < tiles ? 1 : 0));
+  }
+}
+
+// Threads of the same call have different numbers: memory indexed by `thread` needs no lock.
+void thread_numbers_are_exclusive(int rounds) {
+  std::vector<int64_t> sums(kMaxThreads);
+  for (int round = 0; round < rounds; round++) {
+    sums.assign(sums.size(), 0);
+    parallel_for(97, [&](int64_t tile, int thread) { sums[thread] += tile; });
+    int64_t total = 0;
+    for (const int64_t sum : sums) total += sum;
+    CHECK(total == 97 * 96 / 2);
+  }
+}
+
+void callers_take_turns(int callers, int rounds) {
+  std::vector<std::thread> threads;
+  std::atomic<int> running{0};
+  for (int c = 0; c < callers; c++) {
+    threads.emplace_back([&, c] {
+      std::vector<int> values(64);
+      for (int round = 0; round < rounds; round++) {
+        parallel_for(64, [&](int64_t tile, int) { values[tile] = static_cast<int>(tile) + c + round; });
+        for (int i = 0; i < 64; i++) CHECK(values[i] == i + c + round);
+      }
+      running++;
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK(running == callers);
+}
+
+void resizing_under_load(int rounds) {
+  std::atomic<bool> stop{false};
+  std::thread resizer([&] {
+    for (int n = 1; !stop; n = n % 5 + 1) set_num_threads(n);
+  });
+  every_tile_runs_once(rounds);
+  stop = true;
+  resizer.join();
+}
+
+void nested_calls_run_inline() {
+  std::vector<int> hits(64);
+  parallel_for(8, [&](int64_t outer, int) { parallel_for(8, [&](int64_t inner, int) { hits[outer * 8 + inner]++; }); });
+  for (const int n : hits) CHECK(n == 1);
+}
+
+void errors_reach_the_caller() {
+  for (int round = 0; round < 50; round++) {
+    std::atomic<int> done{0};
+    bool caught = false;
+    try {
+      parallel_for(20, [&](int64_t tile, int) {
+        if (tile == 7) throw std::runtime_error("tile 7");
+        done++;
+      });
+    } catch (const std::runtime_error& error) {
+      caught = std::string(error.what()) == "tile 7";
+    }
+    CHECK(caught);
+    if (get_num_threads() > 1) CHECK(done == 19);
+    every_tile_runs_once(2);  // the pool is still usable
+  }
+}
+
+void scratch_is_per_thread() {
+  parallel_for(64, [&](int64_t tile, int) {
+    const size_t ints = 100 + static_cast<size_t>(tile) * 37;
+    int* scratch = static_cast<int*>(thread_scratch(ints * sizeof(int)));
+    CHECK(reinterpret_cast<uintptr_t>(scratch) % 64 == 0);
+    CHECK(shared_scratch(64) != static_cast<void*>(scratch));
+    for (size_t i = 0; i < ints; i++) scratch[i] = static_cast<int>(tile);
+    for (size_t i = 0; i < ints; i++) CHECK(scratch[i] == static_cast<int>(tile));
+  });
+}
+
+void bad_sizes_are_refused() {
+  for (const int n : {0, -1, kMaxThreads + 1}) {
+    bool caught = false;
+    try {
+      set_num_threads(n);
+    } catch (const std::invalid_argument&) {
+      caught = true;
+    }
+    CHECK(caught);
+  }
+}
+
+// A child gets a pool of its own, even when it is forked while another thread's tiles run.
+void forked_children_work(int rounds) {
+  std::atomic<bool> stop{false};
+  std::thread busy([&] {
+    while (!stop) every_tile_runs_once(1);
+  });
+  for (int round = 0; round < rounds; round++) {
+    const pid_t child = fork();
+    if (child == 0) {
+      alarm(20);  // a hang is a failure
+      every_tile_runs_once(20);
+      _exit(0);
+    }
+    int status = 0;
+    CHECK(waitpid(child, &status, 0) == child && status == 0);
+  }
+  stop = true;
+  busy.join();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const bool can_fork = argc < 2 || std::string(argv[1]) != "no-fork";  // ThreadSanitizer starts no threads in a forked child
+  for (const int threads : {1, 2, 3, 8}) {                              // 8: more than most test machines have
+    set_num_threads(threads);
+    CHECK(get_num_threads() == threads);
+    every_tile_runs_once(300);
+    thread_numbers_are_exclusive(50);
+    callers_take_turns(4, 50);
+    nested_calls_run_inline();
+    errors_reach_the_caller();
+    scratch_is_per_thread();
+  }
+  resizing_under_load(200);
+  bad_sizes_are_refused();
+  set_num_threads(4);
+  if (can_fork) forked_children_work(10);
+  every_tile_runs_once(10);
+  return 0;  // with workers asleep in the pool
+}
