@@ -1,0 +1,72 @@
+"""The backends that kernel tests run on: the CPU kernels of each instruction set, and the CUDA sources in emulation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from pyengine.ops import Ops, get_ops, load_core
+
+CPU_ISAS = ("scalar", "avx2", "avx512")
+
+
+@dataclass(frozen=True)
+class KernelBackend:
+    """One set of ops, with the instruction set that was forced for it."""
+
+    name: str
+    ops: Ops
+    isa: str | None  # None: not a CPU backend
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.isa is not None
+
+    def key_cache(self, cache: Tensor) -> Tensor:
+        """`cache` [num_blocks, num_kv_heads, block_size, head_dim] in the layout of keys that this backend takes."""
+        return cache.transpose(2, 3).contiguous().transpose(2, 3) if self.is_cpu else cache.contiguous()
+
+
+@pytest.fixture(scope="package", autouse=True)
+def one_torch_thread() -> Iterator[None]:
+    """References are small: torch's threads would cost more than they bring."""
+    previous = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(previous)
+
+
+def _use_backend(name: str) -> Iterator[KernelBackend]:
+    if name == "emulated":
+        yield KernelBackend(name, get_ops("emulated"), None)
+        return
+    core, isa = load_core(), name.removeprefix("cpu-")
+    if isa not in core.supported_isas():
+        pytest.skip(f"this CPU lacks {isa}; it has {', '.join(core.supported_isas())}")
+    previous = core.get_isa()
+    core.set_isa(isa)
+    yield KernelBackend(name, get_ops("cpu"), isa)
+    core.set_isa(previous)
+
+
+@pytest.fixture(params=[*(f"cpu-{isa}" for isa in CPU_ISAS), "emulated"])
+def backend(request: pytest.FixtureRequest) -> Iterator[KernelBackend]:
+    yield from _use_backend(request.param)
+
+
+@pytest.fixture(params=[f"cpu-{isa}" for isa in CPU_ISAS])
+def cpu_backend(request: pytest.FixtureRequest) -> Iterator[KernelBackend]:
+    yield from _use_backend(request.param)
+
+
+@pytest.fixture
+def num_threads() -> Iterator[None]:
+    """Restores the number of threads that a test changes."""
+    core = load_core()
+    previous = core.get_num_threads()
+    yield
+    core.set_num_threads(previous)
