@@ -31,7 +31,7 @@ PROMPTS = make_prompts()
 
 @pytest.fixture(scope="module")
 def reference(tiny_llama: Path) -> TransformersReference:
-    return TransformersReference(tiny_llama)
+    return TransformersReference.from_folder(tiny_llama)
 
 
 @contextmanager

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from pyengine.loader.checkpoint import Checkpoint
 
 NEAR_TIE = 1e-3
 
@@ -29,10 +33,53 @@ class Judgement:
 
 
 class TransformersReference:
-    """A checkpoint in Transformers, in fp32."""
+    """A checkpoint in Transformers, in fp32.
 
-    def __init__(self, path: Path) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    Args:
+        model: a causal model of Transformers.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model.eval()
+
+    @staticmethod
+    def from_folder(path: Path) -> TransformersReference:
+        """As Transformers reads a Hugging Face folder."""
+        return TransformersReference(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
+
+    @staticmethod
+    def from_gguf(path: Path) -> TransformersReference:
+        """As Transformers reads a GGUF file, which takes minutes."""
+        return TransformersReference(
+            AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+        )
+
+    @staticmethod
+    def from_checkpoint(checkpoint: Checkpoint) -> TransformersReference:
+        """Transformers' network on tensors that this engine's loader has read."""
+        arch = checkpoint.arch
+        config = LlamaConfig(
+            vocab_size=arch.vocab_size,
+            hidden_size=arch.hidden_size,
+            intermediate_size=arch.intermediate_size,
+            num_hidden_layers=arch.num_layers,
+            num_attention_heads=arch.num_heads,
+            num_key_value_heads=arch.num_kv_heads,
+            head_dim=arch.head_dim,
+            max_position_embeddings=arch.max_position_embeddings,
+            rms_norm_eps=arch.rms_norm_eps,
+            rope_theta=arch.rope_theta,
+            tie_word_embeddings=arch.tie_word_embeddings,
+        )
+        with torch.device("meta"):
+            model = LlamaForCausalLM(config)
+        state = {name: tensor.float() for name, tensor in checkpoint.tensors()}
+        model = model.to_empty(device="cpu")
+        model.model.rotary_emb = LlamaRotaryEmbedding(config)  # computed, in no checkpoint
+        missing = model.load_state_dict(state, strict=False).missing_keys
+        assert missing in ([], ["lm_head.weight"])
+        model.tie_weights()
+        return TransformersReference(model)
 
     @torch.inference_mode()
     def judge(self, token_ids: list[int]) -> Judgement:

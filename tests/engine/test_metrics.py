@@ -1,0 +1,92 @@
+"""Counters and histograms of the engine, and its statistics by name."""
+
+from __future__ import annotations
+
+import pytest
+from fake_executor import counting, fake_engine
+
+from pyengine.engine.metrics import EngineMetrics, Histogram
+from pyengine.inputs import TokensPrompt
+from pyengine.outputs import RequestMetrics
+from pyengine.sampling_params import SamplingParams
+
+COUNTERS = ("prompt_tokens", "generation_tokens")
+HISTOGRAMS = (
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "request_time_per_output_token_seconds",
+    "e2e_request_latency_seconds",
+    "request_queue_time_seconds",
+    "request_inference_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "request_prompt_tokens",
+    "request_generation_tokens",
+    "request_params_n",
+    "request_params_max_tokens",
+    "iteration_tokens_total",
+)
+
+
+def test_every_series_is_there_at_zero() -> None:
+    """Rule 18's engine half, under the names that dashboards read."""
+    metrics = EngineMetrics()
+    for name in COUNTERS:
+        assert getattr(metrics, name) == 0
+    for name in HISTOGRAMS:
+        histogram = getattr(metrics, name)
+        assert (histogram.count, histogram.sum, set(histogram.counts)) == (0, 0.0, {0})
+        assert list(histogram.buckets) == sorted(set(histogram.buckets))
+    assert metrics.request_success == {"stop": 0, "length": 0, "abort": 0, "error": 0}
+
+
+def test_buckets_hold_values_up_to_their_bound() -> None:
+    histogram = Histogram([1.0, 2.0])
+    for value in (0.5, 1.0, 1.5, 3.0):
+        histogram.observe(value)
+    histogram.observe(2.0, 3)
+    assert histogram.counts == [2, 4, 1]
+    assert (histogram.count, histogram.sum) == (7, 12.0)
+
+
+def test_a_request_that_never_ran_counts_only_what_it_has() -> None:
+    metrics = EngineMetrics()
+    metrics.observe_finished(
+        RequestMetrics(arrival_time=1.0, finished_time=3.0),
+        num_prompt_tokens=7,
+        num_generated_tokens=[0, 0],
+        finish_reasons=["abort", "abort"],
+        n=2,
+        max_tokens=None,
+    )
+    assert metrics.request_success["abort"] == 2
+    assert metrics.e2e_request_latency_seconds.sum == 2.0
+    assert metrics.request_queue_time_seconds.count == 0
+    assert metrics.request_decode_time_seconds.count == 0
+    assert metrics.request_params_max_tokens.count == 0
+
+
+def test_stats_names() -> None:
+    engine, _ = fake_engine(counting)
+    stats = engine.stats()
+    for name in (
+        "num_blocks",
+        "num_free_blocks",
+        "num_preemptions_recompute",
+        "num_preemptions_swap",
+        "num_cached_tokens",
+        "kv_utilisation",
+        "num_running",
+        "num_waiting",
+        "num_swapped",
+        "prefix_cache_queries",
+        "prefix_cache_hits",
+        "prompt_tokens",
+        "generation_tokens",
+    ):
+        assert stats[name] == (64 if "blocks" in name else 0), name
+    engine.add_request("r", TokensPrompt([3] * 17), SamplingParams(max_tokens=2))
+    engine.step()
+    stats = engine.stats()
+    assert (stats["num_running"], stats["num_free_blocks"], stats["num_requests"]) == (1, 62, 1)
+    assert stats["kv_utilisation"] == stats["kv_utilisation_now"] == pytest.approx(17 / 32)
