@@ -238,6 +238,8 @@ class Scheduler:
         while (request := self.waiting.peek()) is not None and self._outranks_running(request):
             if self._siblings.park_first():
                 continue
+            if self._has_just_left(request, step):
+                break
             plan = self._admission.plan(request)
             num_tokens = self._num_grantable_tokens(plan, step)
             if num_tokens == 0 or not self._make_way(plan, step):
@@ -329,17 +331,19 @@ class Scheduler:
         """Admit the queue's first request, or park it; False: it must wait, and all behind it."""
         if self._siblings.park_first():
             return True
-        output = step.output
-        if request.request_id in output.preempted_req_ids or request.request_id in output.swapped_out_req_ids:
-            return False  # it has only just gone
-        if not self._fits(request, 1, step):
-            return False  # whatever it needs, so that a prefix is not looked up in vain at every step
+        # The second check goes before the plan, so that a prefix is not looked up at every step for want of any block.
+        if self._has_just_left(request, step) or not self._fits(request, 1, step):
+            return False
         plan = self._admission.plan(request)
         num_tokens = self._num_grantable_tokens(plan, step)
         if num_tokens == 0 or not self._fits(request, self._admission.num_blocks(plan), step):
             return False
         self._admit(plan, num_tokens, step)
         return True
+
+    def _has_just_left(self, request: Request, step: _Step) -> bool:
+        """Whether this step preempts the request; it cannot start in the same one, its blocks being on their way."""
+        return request.request_id in step.output.preempted_req_ids or request.request_id in step.output.swapped_out_req_ids
 
     def _outranks_running(self, request: Request | None) -> bool:
         return request is not None and bool(self.running) and request.priority < self.running[-1].priority

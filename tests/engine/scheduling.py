@@ -69,11 +69,15 @@ class Harness:
         self.prompt_logprobs: dict[str, list[int]] = {}
         self.last_step = SchedulerOutput()
         self.num_steps = 0
+        self.num_resets = 0
+        self.is_broken = False  # a step failed
+        self.abort_in_next_step: list[str] = []  # between schedule and update
 
     # ---- requests
 
     def add(self, request_id: str, prompt: list[int] | int, max_tokens: int | None = 4, **fields: Any) -> Request:
-        """Add a request; a prompt given as a number is that many tokens that no other request has."""
+        """Add a request. A prompt given as a number is that many tokens that no other request has; `eos` ends it, too."""
+        eos = fields.pop("eos", ())
         params = {
             name: fields.pop(name) for name in list(fields) if name in SamplingParams.__dataclass_fields__ and name != "seed"
         }
@@ -83,6 +87,7 @@ class Harness:
             request_id=request_id,
             prompt_token_ids=prompt,
             sampling_params=SamplingParams(max_tokens=max_tokens, **params),
+            stop_token_ids=frozenset(params.get("stop_token_ids", ())) | frozenset(eos),
             **fields,
         )
         self.scheduler.add_request(request)
@@ -117,6 +122,7 @@ class Harness:
 
     def step(self) -> list[SequenceOutput]:
         """One step, checked."""
+        self.is_broken = True
         expected_preemptions = {r.request_id: r.num_preemptions for r in self.scheduler.running}
         was_protected = {r.request_id for r in self.scheduler.running if r.is_protected}
         step = self.last_step = self.scheduler.schedule()
@@ -130,9 +136,12 @@ class Harness:
             assert step.total_num_scheduled_tokens > 0, "something runs, and nothing gets on"
         assert step.total_num_scheduled_tokens <= self.config.max_num_batched_tokens
         assert len(self.scheduler.running) <= self.config.max_num_seqs
+        self.abort(*self.abort_in_next_step)
+        self.abort_in_next_step = []
         outputs = self.scheduler.update_from_output(step, self.worker.execute_model(step))
         self.check_invariants()
         self._collect(outputs)
+        self.is_broken = False
         return outputs
 
     def run(self, max_steps: int = 10_000) -> None:
@@ -261,8 +270,6 @@ class Harness:
         # Free blocks without content are used before any cached one is evicted.
         is_cached = [block_id in cache for block_id in self.manager.pool.free_block_ids()]
         assert is_cached == sorted(is_cached) or self.num_resets
-
-    num_resets = 0
 
     def reset_prefix_cache(self) -> None:
         """Reset, after which free blocks keep their order though they have lost their content."""
