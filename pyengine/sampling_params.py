@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
@@ -14,6 +14,14 @@ from pyengine.errors import InvalidRequestError
 GREEDY_TEMPERATURE = 1e-5
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
+
+_FLAGS = (
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "detokenize",
+)
 
 
 class RequestOutputKind(IntEnum):
@@ -29,20 +37,34 @@ def _require(condition: bool, field_name: str, message: str) -> None:
         raise InvalidRequestError(field_name, message)
 
 
+def _shown(value: Any) -> str:
+    """A value in an error message, cut to a bearable length."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    return reprlib.repr(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _require_number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
-    _require(isinstance(value, int | float) and not isinstance(value, bool), name, f"must be a number, got {value!r}")
-    _require(math.isfinite(value), name, f"must be finite, got {value}")
-    inside = (low < value if open_low else low <= value) and value <= high
-    _require(inside, name, f"must be in {'(' if open_low else '['}{low:g}, {high:g}], got {value}")
+    _require(_is_number(value), name, f"must be a number, got {_shown(value)}")
+    inside = (low < value if open_low else low <= value) and value <= high  # NaN is not
+    _require(inside, name, f"must be in {'(' if open_low else '['}{low:g}, {high:g}], got {_shown(value)}")
 
 
 def _require_int(name: str, value: Any, low: int, high: int) -> None:
-    _require(isinstance(value, int) and not isinstance(value, bool), name, f"must be an integer, got {value!r}")
-    _require(low <= value <= high, name, f"must be in [{low}, {high}], got {value}")
+    _require(isinstance(value, int) and not isinstance(value, bool), name, f"must be an integer, got {_shown(value)}")
+    _require(low <= value <= high, name, f"must be in [{low}, {high}], got {_shown(value)}")
+
+
+def _require_list(name: str, value: Any) -> None:
+    _require(isinstance(value, Sequence) and not isinstance(value, str | bytes), name, f"must be a list, got {_shown(value)}")
 
 
 def _require_ids(name: str, value: Any) -> None:
-    _require(isinstance(value, Sequence) and not isinstance(value, str), name, "must be a list of token ids")
+    _require_list(name, value)
     for token_id in value:
         _require_int(name, token_id, 0, 2**31 - 1)
 
@@ -86,7 +108,14 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
+        for name, empty in (("stop", ()), ("stop_token_ids", ()), ("bad_words", ()), ("logit_bias", {})):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, empty)
         self._check_numbers()
+        for name in _FLAGS:
+            _require(isinstance(getattr(self, name), bool), name, f"must be true or false, got {_shown(getattr(self, name))}")
+        kind = f"must be a RequestOutputKind, got {_shown(self.output_kind)}"
+        _require(isinstance(self.output_kind, RequestOutputKind), "output_kind", kind)
         self._check_lists()
 
     def _check_numbers(self) -> None:
@@ -112,23 +141,21 @@ class SamplingParams:
         _require(self.n == 1 or not self.is_greedy, "n", "must be 1 with greedy sampling (temperature 0)")
 
     def _check_lists(self) -> None:
-        _require(isinstance(self.stop, Sequence), "stop", "must be a string or a list of strings")
-        for s in self.stop:
-            _require(isinstance(s, str), "stop", f"must hold strings, got {s!r}")
-            _require(s != "", "stop", "must not hold an empty string")
+        for name in ("stop", "bad_words"):
+            _require_list(name, getattr(self, name))
+            for text in getattr(self, name):
+                _require(isinstance(text, str), name, f"must hold strings, got {_shown(text)}")
+                _require(text != "", name, "must not hold an empty string")
         _require(self.detokenize or not self.stop, "stop", "needs detokenize=True")
         _require_ids("stop_token_ids", self.stop_token_ids)
         _require(isinstance(self.logit_bias, Mapping), "logit_bias", "must map token ids to numbers")
         for token_id, bias in self.logit_bias.items():
             _require_int("logit_bias", token_id, 0, 2**31 - 1)
-            is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
-            _require(is_number and not math.isnan(bias), "logit_bias", f"token {token_id} must have a number, got {bias!r}")
-        _require(not isinstance(self.bad_words, str), "bad_words", "must be a list of strings")
-        for word in self.bad_words:
-            _require(isinstance(word, str) and word != "", "bad_words", "must hold non-empty strings")
+            is_number = _is_number(bias) and bias == bias  # NaN is not
+            _require(is_number, "logit_bias", f"token {token_id} must have a number, got {_shown(bias)}")
         if self.allowed_token_ids is not None:
-            _require(len(self.allowed_token_ids) > 0, "allowed_token_ids", "must not be empty")
             _require_ids("allowed_token_ids", self.allowed_token_ids)
+            _require(len(self.allowed_token_ids) > 0, "allowed_token_ids", "must not be empty")
 
     @property
     def is_greedy(self) -> bool:
