@@ -87,7 +87,7 @@ class SamplingParams:
     min_p: float = 0.0  # [0, 1], relative to the most likely token
     presence_penalty: float = 0.0  # [-2, 2], on tokens generated so far
     frequency_penalty: float = 0.0  # [-2, 2], on tokens generated so far
-    repetition_penalty: float = 1.0  # > 0, on prompt and generated tokens
+    repetition_penalty: float = 1.0  # [1e-6, 1e6], on prompt and generated tokens; beyond it logits leave fp32
     seed: int | None = None  # choice i of n draws as a single run with seed + i would
     stop: Sequence[str] | str = ()
     stop_token_ids: Sequence[int] = ()
@@ -126,7 +126,7 @@ class SamplingParams:
         _require_number("min_p", self.min_p, 0.0, 1.0)
         _require_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _require_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _require_number("repetition_penalty", self.repetition_penalty, 0.0, 1e6, open_low=True)
+        _require_number("repetition_penalty", self.repetition_penalty, 1e-6, 1e6)
         if self.seed is not None:
             _require_int("seed", self.seed, -MAX_SEED, MAX_SEED)
         if self.max_tokens is not None:

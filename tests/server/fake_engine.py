@@ -134,7 +134,8 @@ class FakeEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         ids = self._check(prompt, params)
         request = FakeRequest(request_id, prompt, params, priority, cache_salt, tenant, ids)
-        self.requests.append(request)
+        if request_id != "warm-up":
+            self.requests.append(request)
         self.running[request_id] = request
         done = False
         try:

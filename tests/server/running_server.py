@@ -1,4 +1,4 @@
-"""A server over a fake engine, on a real socket, with its event loop in a thread."""
+"""A server on a real socket, with its event loop in a thread."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import grpc
-from fake_engine import FakeEngine
 
 from pyengine.server.flags import ServerArgs
 from pyengine.server.lifecycle import InferenceServer
@@ -18,9 +17,9 @@ from pyengine.server.proto import inference_pb2_grpc as rpc
 
 
 class RunningServer:
-    """A served FakeEngine. `run` runs a coroutine on the server's loop."""
+    """A served engine. `run` runs a coroutine on the server's loop."""
 
-    def __init__(self, engine: FakeEngine, **args: Any) -> None:
+    def __init__(self, engine: Any, **args: Any) -> None:
         self.engine = engine
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
@@ -34,7 +33,6 @@ class RunningServer:
         server = InferenceServer(args, lambda: self.engine, version="1.2.3")
         await server.bind()
         await server.load()
-        self.engine.requests.clear()  # the warm-up
         return server
 
     def run(self, coroutine: Any) -> Any:
@@ -48,7 +46,7 @@ class RunningServer:
         self.loop.close()
 
     def works(self) -> bool:
-        """Whether the next ordinary request is served."""
+        """Whether the next ordinary request is served by a FakeEngine."""
         self.engine.hold = None
         request = pb.GenerateRequest(text="next", sampling=pb.SamplingParams(max_tokens=3))
         return self.stub.Complete(request, timeout=60).choices[0].token_ids == [10, 11, 12]

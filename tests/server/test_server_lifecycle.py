@@ -63,13 +63,13 @@ def test_rule_16_ready_only_after_a_step(caplog: pytest.LogCaptureFixture) -> No
             may_load.set()
             while not engine.running:  # the warm-up's step
                 await asyncio.sleep(0.01)
+            warm_up = engine.running["warm-up"]
             assert await statuses() == [NOT_SERVING] * 4
             assert await is_refused()
             engine.release()
             await loading
+            assert warm_up.num_pulled == 1
             assert await statuses() == [SERVING] * 4
-            assert [request.request_id for request in engine.requests] == ["warm-up"]
-            assert engine.requests[0].num_pulled == 1
         await server.close()
 
     with caplog.at_level(logging.INFO, logger="pyengine.server"):
