@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,11 @@ def test_interrupted_runs_leave_nothing_behind(llm: LLM, presses: int) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert_idle(llm)
     assert llm.generate("one", SHORT, use_tqdm=False)[0].finished
+
+
+def test_another_thread_may_use_it(llm: LLM) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(llm.generate, "one", SHORT, use_tqdm=False).result()[0].finished
 
 
 def test_progress_bar(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
