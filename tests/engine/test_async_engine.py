@@ -92,10 +92,14 @@ async def test_a_slow_reader_gets_merged_deltas() -> None:
     text = "the cat 😀 and the harbour " * 4
     tokenizer = sample_tokenizers.byte_level()
     ids = [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
-    async with started(script_of(ids, ids), tokenizer, vocab_size=len(tokenizer), eos_token_ids=(tokenizer.eos_token_id,)) as (
-        engine,
-        _,
-    ):
+    gate, script = threading.Event(), script_of(ids, ids)
+
+    def gated(data: NewRequestData, position: int) -> int:
+        if position == 10:
+            gate.wait(20)
+        return script(data, position)
+
+    async with started(gated, tokenizer, vocab_size=len(tokenizer), eos_token_ids=(tokenizer.eos_token_id,)) as (engine, _):
         params = SamplingParams(n=2, max_tokens=len(ids), output_kind=DELTA, logprobs=1, prompt_logprobs=0)
         outputs = []
         async with aclosing(engine.generate(TextPrompt("the"), params, "r")) as stream:
