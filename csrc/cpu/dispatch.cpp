@@ -34,8 +34,13 @@ const IsaList& isa_list() {
     IsaList l{};
     l.entries[l.size++] = {"scalar", &scalar::kKernelTable, true};
 #if defined(PE_HAVE_X86_ISAS)
-    l.entries[l.size++] = {"avx2", &avx2::kKernelTable, features().avx2};
-    l.entries[l.size++] = {"avx512", &avx512::kKernelTable, features().avx512};
+#if defined(PE_SIMDE)
+    const bool emulated = true;  // these kernels run anywhere
+#else
+    const bool emulated = false;
+#endif
+    l.entries[l.size++] = {"avx2", &avx2::kKernelTable, emulated || features().avx2};
+    l.entries[l.size++] = {"avx512", &avx512::kKernelTable, emulated || features().avx512};
 #endif
     return l;
   }();

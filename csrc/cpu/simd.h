@@ -2,7 +2,8 @@
 //
 // Every instruction set's header defines: VecF, kLanes, zero, set1, load (from each storage type), store (float, Float16,
 // BFloat16), + - * /, fma(a, b, c) = a * b + c, fnma(a, b, c) = c - a * b, min, max (NaN in the second operand survives), abs,
-// sqrt, round_to_int, pow2_int, zero_below, select_less, hsum and hmax. Units are compiled with -ffp-contract=off: nothing is fused but fma.
+// sqrt, round_to_int, pow2_int, zero_below, select_less, hsum and hmax. Units are compiled with -ffp-contract=off: nothing is
+// fused but fma.
 #pragma once
 #include "scalar_convert.h"
 #if defined(PE_SIMD_AVX512)

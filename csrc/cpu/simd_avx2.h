@@ -1,8 +1,7 @@
 // VecF on AVX2 + FMA + F16C: 8 lanes.
 #pragma once
-#include <immintrin.h>
-
 #include "scalar_convert.h"
+#include "x86_intrinsics.h"
 
 namespace pyengine::cpu {
 namespace PE_ISA {

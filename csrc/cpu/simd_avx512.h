@@ -1,8 +1,7 @@
 // VecF on AVX-512 (F, BW, DQ, VL): 16 lanes.
 #pragma once
-#include <immintrin.h>
-
 #include "scalar_convert.h"
+#include "x86_intrinsics.h"
 
 namespace pyengine::cpu {
 namespace PE_ISA {

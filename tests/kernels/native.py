@@ -38,3 +38,9 @@ def run_program(program: Path, *args: str) -> None:
     """Run a test program; it must exit with 0 and print nothing on stderr."""
     result = subprocess.run([str(program), *args], capture_output=True, text=True, timeout=250)
     assert (result.returncode, result.stderr) == (0, "")
+
+
+def has_header(name: str) -> bool:
+    """Whether the compiler finds `#include <name>`."""
+    command = [os.environ.get("CXX", "g++"), "-E", "-x", "c++", "-"]
+    return subprocess.run(command, input=f"#include <{name}>", capture_output=True, text=True).returncode == 0
