@@ -111,6 +111,8 @@ class InputProcessor:
         if self._tokenizer is None and params.detokenize:
             params = params.replace(detokenize=False)
         text, token_ids = self.tokenize(prompt)
+        stop_token_ids, bad_words_token_ids = self._stop_token_ids(params), self._bad_words(params.bad_words)
+        _check_some_token_is_left(params, stop_token_ids, bad_words_token_ids)
         return ProcessedInput(
             request_id=request_id,
             prompt=text,
@@ -118,8 +120,8 @@ class InputProcessor:
             params=params,
             seed=secrets.randbits(63) if params.seed is None else params.seed,
             stops=StopAutomaton(params.stop) if params.stop else None,
-            stop_token_ids=self._stop_token_ids(params),
-            bad_words_token_ids=self._bad_words(params.bad_words),
+            stop_token_ids=stop_token_ids,
+            bad_words_token_ids=bad_words_token_ids,
             max_total_tokens=self._max_total_tokens(prompt_field(prompt), len(token_ids), params.max_tokens),
             arrival_time=arrival_time,
             priority=priority,
@@ -223,6 +225,19 @@ class InputProcessor:
         if wanted > self._pool_tokens:
             raise InvalidRequestError(field, f"{have}; the KV pool holds {self._pool_tokens} tokens")
         return min(self._max_model_len, self._pool_tokens) if max_tokens is None else wanted
+
+
+def _check_some_token_is_left(
+    params: SamplingParams, stop_token_ids: frozenset[int], bad_words_token_ids: Sequence[Sequence[int]]
+) -> None:
+    """Refuse parameters that rule out every token of the first step, where the sampler could only fail the request."""
+    if params.allowed_token_ids is None:
+        return
+    left = set(params.allowed_token_ids) - {word[0] for word in bad_words_token_ids if len(word) == 1}
+    if params.min_tokens > 0:
+        left -= stop_token_ids
+    if not left:
+        raise InvalidRequestError("allowed_token_ids", "bad_words and min_tokens leave none of them to sample")
 
 
 def _check_text(field: str, value: Any, *, empty: bool = False) -> str:

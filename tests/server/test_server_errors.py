@@ -104,7 +104,7 @@ def test_rule_11_bytes_that_are_no_message(shared_server: RunningServer, method:
     assert shared_server.works()
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(any_sampling_params())
 def test_rule_11_any_sampling_params(shared_server: RunningServer, values: dict[str, Any]) -> None:
     expect_answer_or_field(shared_server.stub, values)
