@@ -22,6 +22,7 @@ from pyengine.config import EngineConfig
 from pyengine.engine.input_processor import ProcessedInput
 from pyengine.engine.llm_engine import LLMEngine
 from pyengine.engine.output_stream import OutputStream
+from pyengine.engine.stat_logger import StatLogger
 from pyengine.engine.watchdog import StepClock, stack_of
 from pyengine.errors import (
     EngineDeadError,
@@ -55,6 +56,7 @@ class AsyncLLMEngine:
         self._thread: threading.Thread | None = None
         self._clock = StepClock()
         self._stats = engine.stats()
+        self._stat_logger = StatLogger() if engine.log_stats else None
         # One thread: tokenizers of Transformers may not be used by two at a time.
         self._tokenizer_pool = ThreadPoolExecutor(1, thread_name_prefix="pyengine-tokenizer")
 
@@ -270,6 +272,8 @@ class AsyncLLMEngine:
                     self._stats = self._engine.stats()  # before the readers know, so that they see the state they are told of
                     self._publish(outputs)
                     self._clock.progress()
+                    if self._stat_logger is not None:
+                        self._stat_logger.observe(time.monotonic(), self._stats)
         except BaseException as error:
             # EngineDeadError from a step; anything else is a bug of this thread and just as final.
             if not isinstance(error, EngineDeadError):

@@ -40,6 +40,7 @@ class LLMEngine:
         parts = start_up(args) if parts is None else parts
         self.config: EngineConfig = parts.config
         self.tokenizer: Any | None = parts.tokenizer
+        self.log_stats = not args.disable_log_stats
         self.metrics = EngineMetrics()
         self.input_processor = InputProcessor(parts.config, parts.tokenizer)
         self._executor = parts.executor

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
-from fake_executor import counting, fake_engine
+import logging
 
+import pytest
+from fake_executor import FakeExecutor, counting, fake_config, fake_engine
+
+from pyengine.config import EngineArgs
+from pyengine.engine.async_engine import AsyncLLMEngine
+from pyengine.engine.llm_engine import LLMEngine
 from pyengine.engine.metrics import EngineMetrics, Histogram
+from pyengine.engine.startup import EngineParts
+from pyengine.engine.stat_logger import StatLogger
 from pyengine.inputs import TokensPrompt
 from pyengine.outputs import RequestMetrics
 from pyengine.sampling_params import SamplingParams
@@ -90,3 +97,28 @@ def test_stats_names() -> None:
     stats = engine.stats()
     assert (stats["num_running"], stats["num_free_blocks"], stats["num_requests"]) == (1, 62, 1)
     assert stats["kv_utilisation"] == stats["kv_utilisation_now"] == pytest.approx(17 / 32)
+
+
+def test_a_busy_engine_logs_its_rates(caplog: pytest.LogCaptureFixture) -> None:
+    engine, _ = fake_engine(counting)
+    stat_logger = StatLogger(interval=10.0)
+    stat_logger.observe(100.0, engine.stats())
+    engine.add_request("r", TokensPrompt([3] * 20), SamplingParams(max_tokens=100))
+    for _ in range(50):
+        engine.step()
+    with caplog.at_level(logging.INFO, logger="pyengine"):
+        stat_logger.observe(109.9, engine.stats())
+        assert caplog.text == ""
+        stat_logger.observe(110.0, engine.stats())
+        assert "prompt 2.0 tok/s, generation 5.0 tok/s; running 1, waiting 0, swapped 0; KV cache 7.8% in use" in caplog.text
+        caplog.clear()
+        stat_logger.observe(120.0, engine.stats())
+        assert "prompt 0.0 tok/s, generation 0.0 tok/s" in caplog.text
+
+
+def test_log_stats_follows_its_flag() -> None:
+    for disabled in (False, True):
+        config, executor = fake_config(), FakeExecutor(counting)
+        engine = LLMEngine(EngineArgs(disable_log_stats=disabled), parts=EngineParts(config, executor, None))
+        assert engine.log_stats is not disabled
+        assert (AsyncLLMEngine(engine)._stat_logger is None) is disabled
