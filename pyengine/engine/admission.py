@@ -116,7 +116,7 @@ class Admission:
         request, stats = plan.request, self._stats
         if request.first_scheduled_time is None:
             request.num_cached_tokens = prefix.num_tokens if plan.source is None else plan.source.num_cached_tokens
-            if plan.source is None and request.may_match_prefix:
+            if plan.source is None and request.may_match_prefix and self._block_manager.prefix_cache is not None:
                 stats.prefix_cache_queries += request.num_tokens
                 stats.prefix_cache_hits += prefix.num_tokens
         if plan.source is None:
