@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.sampling.candidates import CHUNK, by_likelihood, top_candidates
+from pyengine.sampling.candidates import CHUNK, top_candidates
 from pyengine.sampling.row import Row
 
 # How many candidates top_p looks at before it takes the whole row. The nucleus of a language model is nearly always smaller.
@@ -18,9 +18,9 @@ _NUCLEUS_GUESS = 64
 class TokenDrawer:
     """Draws tokens by inverting the cumulative distribution over token ids in ascending order.
 
-    top_k keeps every token whose logit is at least the k-th largest, ties included. top_p keeps the smallest number of most
-    likely tokens (of equals, lower ids first) whose probability, among the tokens that min_p and top_k left, is at least
-    top_p. The draw runs over ids in ascending order whatever was cut off, so that a cut which removes next to nothing
+    top_k keeps every token whose logit is at least the k-th largest, ties included. top_p keeps the fewest most likely
+    tokens (of equally likely ones, lower ids first) whose probability, among the tokens that min_p and top_k left, is at
+    least top_p. The draw runs over ids in ascending order whatever was cut off, so that a cut which removes next to nothing
     changes next to no draw.
     """
 
@@ -50,15 +50,15 @@ class TokenDrawer:
             sums = np.cumsum(self._chunks.sum(axis=1), dtype=np.float64)  # [num_chunks], weight up to each chunk's end
             if top_p == 1:
                 return self._draw_from_all(sums, uniform)
-            threshold = top_p * float(sums[-1])
-            token_ids = self._nucleus_candidates(logits, threshold)
+            total = float(sums[-1])
+            token_ids = self._nucleus_candidates(logits, top_p * total, total)
             weights = self._weights[token_ids]
         else:
             token_ids = _cut(logits, maximum, temperature, top_k, min_p)
             weights = np.exp((logits[token_ids] - np.float32(maximum)) * np.float32(1 / temperature))
-            threshold = top_p * float(weights.sum(dtype=np.float64))
+            total = float(weights.sum(dtype=np.float64))
         if top_p < 1:
-            kept = _nucleus(logits[token_ids], weights, threshold)
+            kept = _nucleus(weights, top_p * total)
             token_ids, weights = token_ids[kept], weights[kept]
         return int(token_ids[_invert(np.cumsum(weights, dtype=np.float64), uniform)])
 
@@ -74,36 +74,41 @@ class TokenDrawer:
         inside = np.cumsum(self._chunks[chunk], dtype=np.float64)
         return chunk * CHUNK + _search(inside, uniform * float(sums[-1]) - before)
 
-    def _nucleus_candidates(self, logits: Row, threshold: float) -> npt.NDArray[np.intp]:
-        """Tokens, ascending, among which are the most likely ones that weigh `threshold` together."""
+    def _nucleus_candidates(self, logits: Row, threshold: float, total: float) -> npt.NDArray[np.intp]:
+        """Tokens, ascending, among which are the most likely ones that weigh `threshold` of `total` together."""
         token_ids = top_candidates(logits, _NUCLEUS_GUESS)
         if float(self._weights[token_ids].sum(dtype=np.float64)) < threshold:
-            token_ids = np.flatnonzero(self._weights)
+            # All tokens below this weight together weigh less than what the nucleus may leave out.
+            token_ids = np.flatnonzero(self._weights >= np.float32((total - threshold) / self._vocab_size))
         return token_ids
 
 
 def _cut(logits: Row, maximum: float, temperature: float, top_k: int, min_p: float) -> npt.NDArray[np.intp]:
     """Tokens that min_p and top_k leave, ascending. Each keeps the top of one and the same order, so they may swap places."""
-    if 0 < top_k < logits.shape[0]:
-        token_ids = top_candidates(logits, top_k)
-        values = logits[token_ids]
-        if top_k < len(values):
-            kept = values >= np.partition(values, len(values) - top_k)[len(values) - top_k]
-            token_ids, values = token_ids[kept], values[kept]
-    else:
-        token_ids, values = np.flatnonzero(logits > -np.inf), logits[logits > -np.inf]
-    if min_p > 0:
-        # Probability >= min_p * the largest one, in logits.
-        token_ids = token_ids[values >= maximum + temperature * math.log(min_p)]
-    return token_ids
+    # Probability >= min_p * the largest one, in logits.
+    bound = maximum + temperature * math.log(min_p) if min_p > 0 else -math.inf
+    if not 0 < top_k < logits.shape[0]:
+        return np.flatnonzero(logits >= bound)
+    token_ids = top_candidates(logits, top_k)
+    values = logits[token_ids]
+    if top_k < len(values):
+        bound = max(bound, float(np.partition(values, len(values) - top_k)[len(values) - top_k]))
+    return token_ids[values >= bound]
 
 
-def _nucleus(logits: Row, weights: Row, threshold: float) -> npt.NDArray[np.intp]:
-    """Positions, ascending, of the fewest most likely tokens that weigh `threshold` together."""
-    order = by_likelihood(logits)
-    cumulative = np.cumsum(weights[order], dtype=np.float64)
-    size = _search(cumulative, threshold, side="left") + 1
-    return np.sort(order[:size])
+def _nucleus(weights: Row, threshold: float) -> npt.NDArray[np.intp]:
+    """Positions, ascending, of the fewest largest weights that make up `threshold` together; of equals, the first ones.
+
+    Weights are sorted without their positions, which is many times as fast; the smallest one kept says which these are.
+    """
+    descending = np.sort(weights)[::-1]
+    size = _search(np.cumsum(descending, dtype=np.float64), threshold, side="left") + 1
+    smallest = descending[size - 1]
+    kept = np.flatnonzero(weights >= smallest)
+    surplus = len(kept) - size
+    if surplus:
+        kept = np.delete(kept, np.flatnonzero(weights[kept] == smallest)[-surplus:])
+    return kept
 
 
 def _invert(cumulative: npt.NDArray[np.float64], uniform: float) -> int:

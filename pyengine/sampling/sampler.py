@@ -60,6 +60,8 @@ class SamplingState:
 
     def processed(self, logits: Row) -> Row:
         """`logits` after masks, bias and penalties: a copy, or the row itself where nothing applies."""
+        if not self._processors:
+            return logits
         active = [processor for processor in self._processors if processor.is_active()]
         if active:
             logits = logits.copy()

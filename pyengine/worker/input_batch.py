@@ -176,6 +176,8 @@ class InputBatch:
         query_start_loc = np.zeros(num_seqs + 1, dtype=np.int64)
         np.cumsum(query_lens, out=query_start_loc[1:])
         num_tokens = int(query_start_loc[-1])
+        if num_tokens > len(self._positions):
+            raise RuntimeError(f"{num_tokens} tokens are scheduled, max_num_batched_tokens is {len(self._positions)}")
         token_rows = rows if num_tokens == num_seqs else rows.repeat(query_lens)  # [num_tokens]
         positions = self._positions[:num_tokens]
         if num_tokens == num_seqs:

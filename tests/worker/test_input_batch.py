@@ -163,6 +163,10 @@ def test_a_schedule_that_does_not_fit_is_an_error() -> None:
     assert batch.prepare({"a": 12}).samples.tolist() == [True]
     with pytest.raises(RuntimeError, match="up to token 13"):
         batch.prepare({"a": 13})
+    small = make_batch(max_num_batched_tokens=11)
+    small.add("a", np.arange(12), [1, 2], 0)
+    with pytest.raises(RuntimeError, match="12 tokens are scheduled, max_num_batched_tokens is 11"):
+        small.prepare({"a": 12})
     with pytest.raises(RuntimeError, match="has a row already"):
         batch.add("a", np.arange(3), [5], 0)
     with pytest.raises(KeyError):
