@@ -1,0 +1,230 @@
+"""Planted bugs: each changes one place of a CUDA source, and some case of emulation_cases.py must notice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_ATTENTION = "csrc/attention/cuda/"
+_MMA, _DISPATCH = f"{_ATTENTION}mma_head128.cu", f"{_ATTENTION}paged_attention.cu"
+_RESHAPE, _COPY = "csrc/cache/cuda/reshape_and_cache.cu", "csrc/cache/cuda/copy_blocks.cu"
+_NORM, _ROTARY, _ACTIVATION = (f"csrc/layers/cuda/{name}.cu" for name in ("rms_norm", "rotary_embedding", "act_and_mul"))
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`old`, found once in `file`, becomes `new`; `units` are compiled again; cases whose name starts with one of `cases` run.
+
+    `sanitizer`: the bug leaves results right in emulation, or may, and the memory and race checker has to see it.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    units: tuple[str, ...]
+    cases: str
+    sanitizer: bool = False
+
+
+def _decode(name: str, file: str, old: str, new: str, cases: str = "decode", sanitizer: bool = False) -> Mutant:
+    return Mutant(name, _ATTENTION + file, old, new, (_MMA,), cases, sanitizer)
+
+
+def _both(name: str, old: str, new: str, cases: str) -> Mutant:
+    """In the header that all attention kernels share."""
+    return Mutant(name, f"{_ATTENTION}query_rows.cuh", old, new, (_MMA, _DISPATCH), cases)
+
+
+def _simt(name: str, old: str, new: str, cases: str = "simt", sanitizer: bool = False) -> Mutant:
+    return Mutant(name, f"{_ATTENTION}attention_simt.cuh", old, new, (_DISPATCH,), cases, sanitizer)
+
+
+def _combine(name: str, old: str, new: str) -> Mutant:
+    return Mutant(name, f"{_ATTENTION}combine.cuh", old, new, (_DISPATCH,), "decode/split,simt/split")
+
+
+def _own(name: str, unit: str, old: str, new: str, cases: str, sanitizer: bool = False) -> Mutant:
+    """In a source of its own."""
+    return Mutant(name, unit, old, new, (unit,), cases, sanitizer)
+
+
+def _rotary(name: str, old: str, new: str) -> Mutant:
+    return Mutant(name, "csrc/layers/cuda/rotary.cuh", old, new, (_ROTARY,), "rotary")
+
+
+MUTANTS = [
+    # Synchronisation and asynchronous copies
+    _decode(
+        "decode: no barrier before the rings are reused",
+        "decode_mma.cuh",
+        "  __syncthreads();  // the rings are done with",
+        "  // the rings are done with",
+        sanitizer=True,
+    ),
+    _decode("decode: no barrier before the merge", "decode_mma.cuh", "  __syncthreads();\n  merge_warps", "  merge_warps"),
+    _decode("decode: no __syncwarp after the wait", "decode_mma.cuh", "    __syncwarp();  // every", "    // every"),
+    _decode(
+        "decode: waits for one group too few",
+        "decode_mma.cuh",
+        "cp_async_wait<Shape::kStages - 2>()",
+        "cp_async_wait<Shape::kStages - 1>()",
+    ),
+    _decode(
+        "decode: prefetches into the stage in use", "decode_mma.cuh", "stage == 0 ? Shape::kStages - 1 : stage - 1", "stage"
+    ),
+    _decode("decode: last copies not waited for", "decode_mma.cuh", "  cp_async_wait<0>();\n", ""),
+    _decode("prefill: no barrier in the loop", "prefill_mma.cuh", "    __syncthreads();  // the", "    // the", "prefill"),
+    _decode("prefill: tile not waited for", "prefill_mma.cuh", "    cp_async_wait<0>();\n    __", "    __", "prefill"),
+    _simt("simt: no barrier after the load", "    __syncthreads();\n    float s[", "    float s["),
+    _simt("simt: no barrier before the load", "    __syncthreads();  // the last", "    // the last", "simt", True),
+    _simt("simt: scores read before they are written", "    __syncwarp();  // a row's", "    // a row's"),
+    _own("rms_norm: no barrier before the sum", _NORM, "  __syncthreads();\n", "", "rms_norm"),
+    # Addresses
+    _decode(
+        "off-by-one block",
+        "kv_tile.cuh",
+        "kv.table[token >> p.block_shift]",
+        "kv.table[(token >> p.block_shift) + 1]",
+        "decode,prefill",
+    ),
+    _decode("value block stride", "kv_tile.cuh", "block * kv.v_block_bytes +", "block * kv.v_token_bytes +", "decode,prefill"),
+    _decode(
+        "value token stride", "kv_tile.cuh", "v + row % kGroup * kv.v_token_bytes", "v + kv.v_token_bytes", "decode,prefill"
+    ),
+    _decode(
+        "copies beyond a row's end",
+        "kv_tile.cuh",
+        "int valid = max(min(row_bytes - byte, 16), 0);",
+        "int valid = 16;",
+        "decode/fp16",
+        True,
+    ),
+    _decode(
+        "dead rows not zero-filled", "kv_tile.cuh", "range.end)) valid = 0;", "range.end)) valid = valid;", "decode,prefill"
+    ),
+    _decode(
+        "decode: too little shared memory",
+        "decode_mma.cuh",
+        "kWarps * kRingBytes > kMergeBytes ? kWarps * kRingBytes : kMergeBytes",
+        "(kWarps * kRingBytes > kMergeBytes ? kWarps * kRingBytes : kMergeBytes) - 1024",
+        sanitizer=True,
+    ),
+    _decode(
+        "prefill: reads queries that do not exist",
+        "prefill_mma.cuh",
+        "row < rows.num_rows && chunk * 8",
+        "chunk * 8",
+        "prefill",
+        True,
+    ),
+    _decode(
+        "decode: second tile of a wide group",
+        "decode_mma.cuh",
+        "blockIdx.y / p.num_kv_heads * kTileRows",
+        "0 * kTileRows",
+        "decode/wide-group",
+    ),
+    _both("query head of another KV head", "kv_head * group + row % group", "row % group", "decode/bf16,simt/decode"),
+    _both(
+        "workspace slots overlap",
+        "int64_t(p.num_heads) * (p.head_dim + 1) + 3",
+        "int64_t(p.num_heads) * p.head_dim + 3",
+        "decode/split",
+    ),
+    _own("reshape: slot -1 not skipped", _RESHAPE, "  if (slot < 0) return;\n", "", "reshape", True),
+    _own(
+        "reshape: wrong offset",
+        _RESHAPE,
+        "offset = slot & (p.block_size - 1)",
+        "offset = slot & (p.block_size / 2 - 1)",
+        "reshape",
+    ),
+    _own("copy_blocks: no end", _COPY, "if (byte < p.block_bytes) store", "store", "copy_blocks"),
+    # Masks
+    _both("causal mask off by one", "key <= position &&", "key < position &&", "decode/bf16,prefill/bf16,simt"),
+    _both("window off by one", "key > position - window", "key >= position - window", "prefill/window,simt/prefill"),
+    _decode(
+        "tail not masked",
+        "mma_steps.cuh",
+        "if (k < range.begin || k >= range.end || !transform.sees(rows.position[e >> 1], k)) s[n][e] = -INFINITY;",
+        "",
+        "decode/bf16",
+    ),
+    _simt("simt: unseen keys not masked", "!transform.sees(position, key)", "false", "simt"),
+    # Arithmetic
+    _decode("outputs not rescaled", "mma_steps.cuh", "      o[i][2 * r] *= factor;\n", "", "decode/bf16,prefill/bf16"),
+    _decode("sums not rescaled", "mma_steps.cuh", "    state[r].sum *= factor;\n", "", "decode/bf16,prefill/bf16"),
+    _decode(
+        "row maximum of half the lanes",
+        "mma_steps.cuh",
+        "    largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 2));\n",
+        "",
+        "decode/bf16,prefill/bf16",
+    ),
+    _decode(
+        "row sum of half the lanes",
+        "mma_steps.cuh",
+        "    state[r].sum += __shfl_xor_sync(kFullWarp, state[r].sum, 2);\n",
+        "",
+        "decode/bf16",
+    ),
+    _decode(
+        "decode: warps merged without rescaling",
+        "decode_mma.cuh",
+        "const float factor = rescale(state.max, merged.max);",
+        "const float factor = 1.0f;",
+    ),
+    _combine(
+        "combine: parts not weighted",
+        "const float factor = rescale(*slot_log2_sum(p, slot, head), state.max);",
+        "const float factor = 1.0f;",
+    ),
+    _combine("combine: every part merges", "(first > 0 && p.work[first - 1].seq == work.seq)", "false"),
+    _combine("combine: last part left out", "first + num_parts < p.num_work &&", "first + num_parts + 1 < p.num_work &&"),
+    _both("sink ignored", "if (!p.sinks) return 1.0f;", "return 1.0f;", "decode/bf16,prefill/bf16,simt"),
+    _both("ALiBi's sign", "static_cast<float>(key - position)", "static_cast<float>(position - key)", "decode/alibi,simt/fp8"),
+    _both("soft-cap left out", "if (has_cap) x = cap * fast_tanh(x);", "", "prefill/window,simt/int8"),
+    # Quantised caches
+    _decode("FP8 value scale", "decode_mma.cuh", "head_scale<kFormat>(p.v_scale, kv_head)", "1.0f", "decode/fp8"),
+    _decode("FP8 key scale", "decode_mma.cuh", "head_scale<kFormat>(p.k_scale, kv_head)", "1.0f", "decode/fp8"),
+    _decode(
+        "INT8 key scale of the value",
+        "mma_steps.cuh",
+        "tile.key_scales() + n * 8",
+        "tile.value_scales() + n * 8",
+        "decode/int8",
+    ),
+    _decode("e4m3 exponent", "kv_tile.cuh", "shift = e4m3 ? 4 : 3;", "shift = 3;", "decode/fp8"),
+    _decode(
+        "order of one-byte channels", "kv_tile.cuh", "(e & 1) * 2 + (i & 1)", "(e & 1) + (i & 1) * 2", "decode/fp8,prefill/fp8"
+    ),
+    _own("reshape: INT8 scale", _RESHAPE, "127.0f / largest", "126.0f / largest", "reshape/int8"),
+    _own(
+        "reshape: INT8 maximum of half a head",
+        _RESHAPE,
+        "for (int i = 16; i > 0; i /= 2) largest",
+        "for (int i = 8; i > 0; i /= 2) largest",
+        "reshape/int8",
+    ),
+    _own("reshape: FP8 scale", _RESHAPE, "to_fp8(x[j] / scale,", "to_fp8(x[j] * scale,", "reshape/fp8"),
+    # Layers
+    _own(
+        "rms_norm: a warp left out",
+        _NORM,
+        "for (int i = 0; i < kWarps; i++) sum",
+        "for (int i = 1; i < kWarps; i++) sum",
+        "rms_norm",
+    ),
+    _own("rms_norm: residual not rounded", _NORM, "to_float(from_float<T>(r[j] + x[j]))", "r[j] + x[j] + x[j]", "rms_norm"),
+    _rotary("rotary: sign of the sine", "a * cos - b * sin", "a * cos + b * sin"),
+    _rotary(
+        "rotary: sine of the piece's first pair", "cos_sin[i + j], cos_sin[half + i + j]", "cos_sin[i + j], cos_sin[half + i]"
+    ),
+    _own(
+        "activation: gate and up exchanged",
+        _ACTIVATION,
+        "activate<kActivation>(x[j]) * up[j]",
+        "activate<kActivation>(up[j]) * x[j]",
+        "activation",
+    ),
+]
