@@ -1,0 +1,1 @@
+"""The gRPC server: `python -m pyengine.server`. The API is protos/pyengine/v1/inference.proto."""

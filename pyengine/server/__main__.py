@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from pyengine.config import EngineArgs
 from pyengine.errors import ConfigError, PyEngineError
-from pyengine.server.flags import LOG_LEVELS, parse_flags
+from pyengine.server.flags import LOG_LEVELS, in_flag_terms, parse_flags
 
 if TYPE_CHECKING:
     from pyengine.server.engine_client import EngineClient
@@ -38,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         code = asyncio.run(serve())
     except PyEngineError as error:
-        print(f"error: {error}", file=sys.stderr)
+        shown = in_flag_terms(error) if isinstance(error, ConfigError) else error
+        print(f"error: {shown}", file=sys.stderr)
         return 1
     if any(thread.name == LOADER_THREAD for thread in threading.enumerate()):
         _exit_now(code)  # stopped while it was loading, which a normal exit would have to wait for

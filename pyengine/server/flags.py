@@ -98,7 +98,7 @@ def parse_flags(argv: Sequence[str] | None = None) -> tuple[EngineArgs, ServerAr
         engine = EngineArgs(**{f.name: values[f.name] for f in fields(EngineArgs)})
         server = ServerArgs(**{f.name: values[f.name] for f in fields(ServerArgs)})
     except ConfigError as error:
-        raise ConfigError(flag_name(error.field), error.message) from None
+        raise in_flag_terms(error) from None
     return engine, server
 
 
@@ -125,6 +125,12 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         if title == list(_GROUPS)[-1]:
             chosen += [f for f in by_name.values() if f.name not in grouped]
         _add_flags(parser.add_argument_group(title), EngineArgs, chosen)
+
+
+def in_flag_terms(error: ConfigError) -> ConfigError:
+    """The error with its flag for a field, where it is one's."""
+    is_flag = error.field in {f.name for owner in (EngineArgs, ServerArgs) for f in fields(owner)}
+    return ConfigError(flag_name(error.field), error.message) if is_flag else error
 
 
 def flag_name(field: str) -> str:

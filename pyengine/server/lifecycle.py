@@ -75,6 +75,8 @@ class InferenceServer:
         logger.info("bound to %s; not ready until a step has run", self.address)
         if self.args.host in LOOPBACK:
             logger.info("only this machine can connect; --host 0.0.0.0 listens on every interface")
+        else:
+            logger.warning("whoever reaches this address can use the server: it asks for no credentials")
 
     @property
     def address(self) -> str:

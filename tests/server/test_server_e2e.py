@@ -174,25 +174,49 @@ def test_rule_13_too_long_for_the_model_or_the_pool(real: RunningServer) -> None
     expect_field(expect_error(real.stub, too_long, grpc.StatusCode.INVALID_ARGUMENT), "token_ids")
 
 
-def test_rule_5_fifty_streams_cancelled_at_random_points(real: RunningServer) -> None:
-    """Queued, prefilling or decoding; others' tokens do not change, and every block comes back."""
-    rng = random.Random(50)
+def cancel_at_random(server: RunningServer, count: int, seed: int) -> None:
+    """`count` calls end in every way there is, while queued, prefilling, decoding or preempted. Five among them run to their
+    end and must get the tokens that they get alone. Every block comes back."""
+    rng = random.Random(seed)
     prompts = [[rng.randrange(4, 512) for _ in range(rng.randrange(1, 100))] for _ in range(5)]
     requests = [
         pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids), sampling=sampling(temperature=0.8, seed=i, max_tokens=40))
         for i, ids in enumerate(prompts)
     ]
-    alone = [list(real.stub.Complete(request, timeout=120).choices[0].token_ids) for request in requests]
-    whole = [real.stub.Complete.future(request, timeout=120) for request in requests]
-    streams = [real.stub.Generate(requests[i % 5], timeout=120) for i in range(50)]
-    rng.shuffle(streams)
-    for stream in streams:
-        for _ in range(rng.choice([0, 0, 1, 3, 10])):
-            next(stream)
-        stream.cancel()
-    assert [list(call.result().choices[0].token_ids) for call in whole] == alone
-    wait_until(lambda: no_block_is_lost(real))
-    assert real.server.servicer.num_active == 0
+    alone = [list(server.stub.Complete(request, timeout=120).choices[0].token_ids) for request in requests]
+    for _ in range(count // 50):
+        whole = [server.stub.Complete.future(request, timeout=120) for request in requests]
+        unary = [server.stub.Complete.future(request, timeout=rng.random()) for request in requests]  # deadlines
+        streams = [server.stub.Generate(requests[i % 5], timeout=120) for i in range(45)]
+        rng.shuffle(streams)
+        for stream in streams:
+            for _ in range(rng.choice([0, 0, 1, 3, 10])):
+                next(stream)
+            if rng.random() < 0.8:
+                stream.cancel()
+            else:
+                request_id = dict(stream.initial_metadata())["x-request-id"]
+                server.stub.Abort(pb.AbortRequest(request_id=request_id), timeout=60)
+        for call in unary[:2]:
+            call.cancel()
+        assert [list(call.result().choices[0].token_ids) for call in whole] == alone
+    wait_until(lambda: no_block_is_lost(server) and server.server.servicer.num_active == 0)
+
+
+def test_rule_5_fifty_calls_end_at_random_points(real: RunningServer) -> None:
+    cancel_at_random(real, 50, seed=50)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_rule_5_a_thousand_calls_end_at_random_points(tiny_llama: Path, mode: Any) -> None:
+    args = EngineArgs(model=str(tiny_llama), preemption_mode=mode, swap_space=0.01, **ENGINE)
+    running = RunningServer(AsyncLLMEngine(LLMEngine(args)))
+    try:
+        cancel_at_random(running, 1000, seed=1000)
+        assert running.engine.stats()[f"num_preemptions_{mode}"] > 0
+    finally:
+        running.close()
 
 
 def test_rule_19_no_chat_template(tiny_llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -270,3 +294,8 @@ def test_rule_17_a_model_that_cannot_be_loaded_is_one_line(
     assert captured.err.startswith("error: ")
     assert captured.err.count("\n") == 1
     assert "model.gguf" in captured.err
+
+
+def test_a_flag_that_does_not_fit_the_model_is_named(tiny_llama: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", str(tiny_llama), "--port", "0", "--log-level", "error", "--max-model-len", "5000"]) == 1
+    assert "error: --max-model-len: 5000 is more than the model's own 1024\n" in capfd.readouterr().err
