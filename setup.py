@@ -35,30 +35,41 @@ def want_cuda() -> bool:
     return torch.version.cuda is not None
 
 
+def build_environment() -> dict[str, str]:
+    """The environment for CMake: a venv's own cmake and ninja are found also where it is not activated, and so is nvcc."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    for tool in ("cmake", "ninja"):
+        if shutil.which(tool, path=path) is None:
+            raise SystemExit(f"building pyengine needs {tool}: pip install {tool}")
+    environment = os.environ | {"PATH": path}
+    if "CUDACXX" not in environment and shutil.which("nvcc") is None and Path("/usr/local/cuda/bin/nvcc").exists():
+        environment["CUDACXX"] = "/usr/local/cuda/bin/nvcc"
+    return environment
+
+
 class CMakeBuild(build_ext):
-    """Runs CMake once for all extensions; it puts them where setuptools looks for them."""
+    """One CMake run builds all extensions, _emulated too, and puts them where setuptools looks for them."""
 
     def run(self) -> None:
         require_torch()
+        environment = build_environment()
         # In place: a build folder that stays, so that only what changed is compiled.
         build_dir = ROOT / "build" / "cmake" if self.inplace else Path(self.build_temp).resolve() / "cmake"
         output_dir = Path(self.get_ext_fullpath("pyengine._C")).resolve().parent
         build_dir.mkdir(parents=True, exist_ok=True)
         output_dir.mkdir(parents=True, exist_ok=True)
+        cmake = str(shutil.which("cmake", path=environment["PATH"]))
         configure = [
-            *("cmake", "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja"),
+            *(cmake, "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja"),
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-DPYENGINE_OUTPUT_DIR={output_dir}",
             f"-DPYENGINE_CUDA={'ON' if want_cuda() else 'OFF'}",
         ]
-        environment = dict(os.environ)
-        if "CUDACXX" not in environment and shutil.which("nvcc") is None and Path("/usr/local/cuda/bin/nvcc").exists():
-            environment["CUDACXX"] = "/usr/local/cuda/bin/nvcc"
-        for command in (configure, ["cmake", "--build", str(build_dir), "--", "-k", "0"]):
+        # -k 0: what can be built is built, and all errors are shown.
+        for command in (configure, [cmake, "--build", str(build_dir), "--", "-k", "0"]):
             status = subprocess.run(command, env=environment).returncode
             if status != 0:
-                raise SystemExit(f"{' '.join(command[:2])} failed with status {status}; what went wrong stands above")
+                raise SystemExit(f"cmake failed with status {status}; what went wrong stands above")
 
 
-# _emulated is built by the same CMake run, where the CUDA headers are found.
 setup(ext_modules=[Extension("pyengine._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
