@@ -21,6 +21,7 @@ class AdmissionPlan:
     prefix: SharedPrefix | None  # None: it is swapped in
     source: Request | None  # the sibling that the prefix is a fork of; None: the prefix cache
     num_computed_tokens: int  # that it starts with
+    num_tokens: int = 0  # to compute in this step; the scheduler grants them
 
 
 class Admission:
@@ -70,12 +71,23 @@ class Admission:
         fork = manager.fork_prefix(source.block_table, request.num_prompt_tokens - 1)
         return AdmissionPlan(request, fork, source, fork.num_tokens)
 
-    def has_room(self, request: Request, num_blocks: int, num_running: int, num_owed_blocks: int) -> bool:
-        """Whether a request may take that many blocks, some room to grow left over.
+    def headroom(self, request: Request, num_running: int, num_steps: int) -> int:
+        """Free blocks to leave for the running requests to grow into, so that the new one is not soon in their way.
 
-        The room is a block for every second running request, and for every one where the request was preempted before, so that
-        it does not soon go again. Simulated on mixed lengths with a pool that holds a fifth of them, half a block each lost
-        least: without it a tenth of all computing was repeated, and a whole block each kept the batch smaller.
+        A block for every second one. (Simulated on mixed lengths with a pool that holds a fifth of them, this lost least:
+        without it a tenth of all computing was repeated, and a whole block each kept the batch smaller.) A request that was
+        preempted before has more to lose, and is not preempted again at once: a block for every one, and what they all fill
+        while it catches up.
+
+        Args:
+            num_steps: steps that the request takes to catch up.
+        """
+        if not request.num_preemptions:
+            return (num_running + 1) // 2
+        return num_running * (1 + num_steps // self._block_manager.block_size)
+
+    def has_room(self, plan: AdmissionPlan, num_running: int, num_owed_blocks: int) -> bool:
+        """Whether the request may start now, with all tokens it has.
 
         Args:
             num_running: running requests; 0: every block is free, so there is room.
@@ -83,8 +95,9 @@ class Admission:
         """
         if num_running == 0:
             return True
-        headroom = num_running if request.num_preemptions else (num_running + 1) // 2
-        return num_blocks + headroom <= self._block_manager.num_free_blocks - num_owed_blocks
+        num_steps = -(-(plan.request.num_tokens - plan.num_computed_tokens) // plan.num_tokens)
+        num_available = self._block_manager.num_free_blocks - num_owed_blocks
+        return self.num_blocks(plan) + self.headroom(plan.request, num_running, num_steps) <= num_available
 
     def num_blocks(self, plan: AdmissionPlan) -> int:
         """Free blocks that the request takes for all tokens that it has; at least 1."""
@@ -94,19 +107,19 @@ class Admission:
         assert request.block_table is not None
         return manager.num_swap_in_blocks(request.block_table, request.num_tokens)
 
-    def start(self, plan: AdmissionPlan, num_tokens: int, output: SchedulerOutput) -> None:
-        """Give the request blocks for its first `num_tokens` tokens, and write it into the step."""
+    def start(self, plan: AdmissionPlan, output: SchedulerOutput) -> None:
+        """Give the request blocks for its first tokens, and write it into the step."""
         request = plan.request
         if plan.prefix is None:
             self._swap_in(request, output)
         else:
             self._open_table(plan, plan.prefix)
-        self._grow(request, num_tokens, output)
+        self._grow(request, plan.num_tokens, output)
         if request.status is RequestStatus.SWAPPED:
             self._tell_swapped_in(request, output)
         else:
             self._tell_new(request, output)
-        output.num_scheduled_tokens[request.request_id] = num_tokens
+        output.num_scheduled_tokens[request.request_id] = plan.num_tokens
         request.is_protected = request.num_preemptions > 0
         request.status = RequestStatus.RUNNING
         if request.first_scheduled_time is None:
@@ -123,9 +136,7 @@ class Admission:
             stats.num_cached_tokens += prefix.num_tokens
         request.block_table = self._block_manager.open_table(prefix, request.cache_salt)
         request.num_computed_tokens = prefix.num_tokens
-        # A partial block of a fork is being copied in this step, and only a whole one may be given on.
-        size = self._block_manager.block_size
-        self._siblings.started(request, prefix.num_tokens // size * size)
+        self._siblings.started(request)
 
     def _swap_in(self, request: Request, output: SchedulerOutput) -> None:
         assert request.block_table is not None
@@ -133,7 +144,7 @@ class Admission:
         output.blocks_to_swap_in += copies
         self._stats.num_blocks_swapped_in += len(copies)
         self._stats.num_swapped -= 1
-        self._siblings.started(request, request.num_computed_tokens)
+        self._siblings.started(request)
 
     def _grow(self, request: Request, num_tokens: int, output: SchedulerOutput) -> None:
         assert request.block_table is not None

@@ -9,7 +9,7 @@ the least urgent running request is preempted. These rules keep that fair and fi
 
 - Urgency is (priority, order of arrival). A request never preempts a more urgent one. One that finds nobody to preempt waits,
   holding what it has. So the most urgent request gets on, and every request is the most urgent one some day.
-- A preempted request comes back when there is room for all its tokens and for one more block for each running request. The
+- A preempted request comes back when there is room for all its tokens, and for the others to grow until it has caught up. The
   blocks that it still lacks are then reserved for it, and it is protected: it is not preempted before it has generated a
   token. So no request is preempted more often than it generates tokens, plus one.
 - A request that could not finish with the whole pool to itself is refused when it is added. So one that was admitted finishes.
@@ -240,11 +240,10 @@ class Scheduler:
                 continue
             if self._has_just_left(request, step):
                 break
-            plan = self._admission.plan(request)
-            num_tokens = self._num_grantable_tokens(plan, step)
-            if num_tokens == 0 or not self._make_way(plan, step):
+            plan = self._plan(request, step)
+            if plan is None or not self._make_way(plan, step):
                 break
-            self._admit(plan, num_tokens, step)
+            self._admit(plan, step)
         step.token_budget += num_held_tokens
 
     def _schedule_running(self, step: _Step) -> None:
@@ -331,14 +330,17 @@ class Scheduler:
         """Admit the queue's first request, or park it; False: it must wait, and all behind it."""
         if self._siblings.park_first():
             return True
-        # The second check goes before the plan, so that a prefix is not looked up at every step for want of any block.
-        if self._has_just_left(request, step) or not self._fits(request, 1, step):
+        num_running = len(self.running) + len(step.admitted)
+        if self._has_just_left(request, step) or num_running >= self.config.max_num_seqs:
             return False
-        plan = self._admission.plan(request)
-        num_tokens = self._num_grantable_tokens(plan, step)
-        if num_tokens == 0 or not self._fits(request, self._admission.num_blocks(plan), step):
+        # It takes a block at least. To know more, its prefix must be looked up, which is not to happen in vain at every step.
+        num_available = self.block_manager.num_free_blocks - step.num_owed_blocks
+        if num_running and 1 + self._admission.headroom(request, num_running, 1) > num_available:
             return False
-        self._admit(plan, num_tokens, step)
+        plan = self._plan(request, step)
+        if plan is None or not self._fits(plan, step):
+            return False
+        self._admit(plan, step)
         return True
 
     def _has_just_left(self, request: Request, step: _Step) -> bool:
@@ -348,45 +350,44 @@ class Scheduler:
     def _outranks_running(self, request: Request | None) -> bool:
         return request is not None and bool(self.running) and request.priority < self.running[-1].priority
 
+    def _plan(self, request: Request, step: _Step) -> AdmissionPlan | None:
+        """How the request would start, or None if no tokens can be granted."""
+        plan = self._admission.plan(request)
+        num_remaining = request.num_tokens - plan.num_computed_tokens
+        plan.num_tokens = self._chunk(num_remaining, step.token_budget)
+        may_run = plan.num_tokens == num_remaining or (self.config.enable_chunked_prefill and plan.num_tokens > 0)
+        return plan if may_run else None
+
     def _make_way(self, plan: AdmissionPlan, step: _Step) -> bool:
         """Preempt running requests of lower priority until the plan fits, if that is enough; say whether it fits."""
-        request = plan.request
-        if self._fits(request, self._admission.num_blocks(plan), step):
+        if self._fits(plan, step):
             return True
-        victims = [r for r in self.running if r.priority > request.priority and not r.is_protected]
+        victims = [r for r in self.running if r.priority > plan.request.priority and not r.is_protected]
         num_kept = len(self.running) + len(step.admitted) - len(victims)
         # At most: blocks that a victim shares with others do not become free.
         num_freed = sum(len(r.block_table.block_ids) + self._num_owed_blocks(r) for r in victims if r.block_table)
-        num_blocks = self._admission.num_blocks(plan)
         if num_kept >= self.config.max_num_seqs:
             return False
-        if not self._admission.has_room(request, num_blocks, num_kept, step.num_owed_blocks - num_freed):
+        if not self._admission.has_room(plan, num_kept, step.num_owed_blocks - num_freed):
             return False
-        while victims and not self._fits(request, num_blocks, step):
+        while victims and not self._fits(plan, step):
             victim = victims.pop()  # the least urgent
             step.num_owed_blocks -= self._num_owed_blocks(victim)
             self.running.remove(victim)
             self._preempter.preempt(victim, step.output)
-            num_blocks = self._admission.num_blocks(plan)  # what it shared with a victim must now be taken
-        return self._fits(request, num_blocks, step)
+        return self._fits(plan, step)
 
-    def _fits(self, request: Request, num_blocks: int, step: _Step) -> bool:
+    def _fits(self, plan: AdmissionPlan, step: _Step) -> bool:
         num_running = len(self.running) + len(step.admitted)
         if num_running >= self.config.max_num_seqs:
             return False
-        return self._admission.has_room(request, num_blocks, num_running, step.num_owed_blocks)
+        return self._admission.has_room(plan, num_running, step.num_owed_blocks)
 
-    def _num_grantable_tokens(self, plan: AdmissionPlan, step: _Step) -> int:
-        """Tokens that the request may compute in this step; 0: it must wait."""
-        remaining = plan.request.num_tokens - plan.num_computed_tokens
-        num_tokens = self._chunk(remaining, step.token_budget)
-        return num_tokens if self.config.enable_chunked_prefill or num_tokens == remaining else 0
-
-    def _admit(self, plan: AdmissionPlan, num_tokens: int, step: _Step) -> None:
+    def _admit(self, plan: AdmissionPlan, step: _Step) -> None:
         request = self.waiting.pop()
         assert request is plan.request
-        self._admission.start(plan, num_tokens, step.output)
-        step.token_budget -= num_tokens
+        self._admission.start(plan, step.output)
+        step.token_budget -= plan.num_tokens
         step.num_owed_blocks += self._num_owed_blocks(request)
         step.admitted.append(request)
 

@@ -50,7 +50,10 @@ class Siblings:
         return self._num_parked
 
     def source(self, request: Request) -> Request | None:
-        """A sibling whose blocks hold the prompt, the last token perhaps missing."""
+        """A sibling whose blocks hold the prompt, the last token perhaps missing.
+
+        It is the one that has held it longest, and so never one whose last block is itself being copied in this step.
+        """
         if request.parent_id is None:
             return None
         return next(iter(self._groups[request.parent_id].computed.values()), None)
@@ -67,19 +70,14 @@ class Siblings:
         self._num_parked += 1
         return True
 
-    def started(self, request: Request, num_computed_tokens: int) -> None:
-        """A sequence was admitted. `num_computed_tokens`: what it may give away already in this step."""
-        if request.parent_id is None:
-            return
-        group = self._groups[request.parent_id]
-        if num_computed_tokens >= request.num_prompt_tokens - 1:
-            group.computed[request.request_id] = request
-            self._release_parked(group)
-        else:
-            group.computing[request.request_id] = request
+    def started(self, request: Request) -> None:
+        """A sequence was admitted, with `num_computed_tokens` on the device or arriving in this step."""
+        if request.parent_id is not None:
+            self._groups[request.parent_id].computing[request.request_id] = request
+            self.advanced(request)
 
     def advanced(self, request: Request) -> None:
-        """A step of a sequence is done."""
+        """A sequence may have computed its prompt."""
         if request.parent_id is None or request.num_computed_tokens < request.num_prompt_tokens - 1:
             return
         group = self._groups[request.parent_id]

@@ -38,6 +38,7 @@ class Harness:
         enable_prefix_caching: bool = True,
         hash_function: HashFunction = hash_block,
         vocab_size: int = 1000,
+        headroom: bool = True,
         **scheduler: Any,
     ) -> None:
         config: dict[str, Any] = {
@@ -59,6 +60,8 @@ class Harness:
             enable_prefix_caching=enable_prefix_caching,
         )
         self.scheduler = Scheduler(self.config, cache_config, hash_function=hash_function)
+        if not headroom:  # saves preemptions, and nothing may depend on it
+            self.scheduler._admission.headroom = lambda *args: 0  # type: ignore[method-assign]
         self.manager = self.scheduler.block_manager
         self.worker = DummyWorker(num_blocks, num_cpu_blocks, block_size, vocab_size=vocab_size)
         self.vocab_size = vocab_size
@@ -214,6 +217,9 @@ class Harness:
             assert (request.block_table is not None) == holds_blocks
             generated = request.num_tokens - request.num_prompt_tokens
             assert request.num_preemptions <= generated + 1
+
+        reserved = sum(self.scheduler._num_owed_blocks(r) for r in on_device if r.is_protected)
+        assert reserved <= self.manager.num_free_blocks, "a protected request may find no block"
 
     def _check_pool(self, on_device: list[Request]) -> None:
         pool, size = self.manager.pool, self.manager.block_size

@@ -49,6 +49,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         mode=st.sampled_from(["auto", "recompute", "swap", "swap"]),
         static=st.sampled_from([False, False, False, True]),
         tokens_per_step=st.sampled_from([1, 1, 3]),
+        headroom=st.booleans(),
     )
     def start(self, **c: Any) -> None:
         budget = c["max_num_seqs"] + c["spare_tokens"]
@@ -62,6 +63,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_prefix_caching=c["caching"],
             hash_function=c["hash_function"],
             vocab_size=3,
+            headroom=c["headroom"],
             max_num_seqs=c["max_num_seqs"],
             max_num_batched_tokens=budget,
             long_prefill_token_threshold=c["threshold"],
@@ -181,4 +183,4 @@ def test_rules_01_03_04_05_14_any_interleaving() -> None:
 @pytest.mark.slow
 def test_rules_01_03_04_05_14_any_interleaving_at_length() -> None:
     """The same, for longer."""
-    _run(max_examples=2000, step_count=60)
+    _run(max_examples=700, step_count=50)
