@@ -232,6 +232,16 @@ def test_top_k_1_is_greedy_whatever_the_temperature() -> None:
     assert sample(logits, states).token_ids == logits.argmax(dim=1).tolist()
 
 
+@pytest.mark.parametrize(("vocab_size", "top_k"), [(49152, 50), (49152, 95), (49152, 500), (700, 1), (700, 699)])
+def test_top_k_keeps_exactly_the_k_most_likely(vocab_size: int, top_k: int) -> None:
+    logits = make_logits(1, vocab_size, seed=9, spread=1e-3)
+    states = [make_state(SamplingParams(top_k=top_k), vocab_size, seed=seed) for seed in range(1000)]
+    drawn = sample(logits.expand(1000, vocab_size), states).token_ids
+    best = logits[0].topk(top_k).indices.tolist()
+    assert set(drawn) <= set(best)
+    assert len(set(drawn)) >= (top_k if top_k <= 95 else 300)
+
+
 def test_top_k_keeps_ties_and_top_p_the_lower_ids() -> None:
     logits = torch.full((1, 600), -5.0)
     logits[0, [10, 20, 30, 40]] = 1.0

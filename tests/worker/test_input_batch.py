@@ -139,6 +139,21 @@ def test_the_usual_step_shares_memory_with_the_block_tables() -> None:
     assert gathered.tolist() == [[4, 5], [7, 8]]
 
 
+def test_the_last_row_moves_into_a_gap_with_all_it_has() -> None:
+    batch = make_batch()
+    batch.add("a", np.arange(30), [1, 2, 3, 4], 0)
+    batch.add("b", np.arange(50, 62), [5, 6], 9)
+    batch.remove("a")
+    inputs = batch.prepare({"b": 3})
+    assert inputs.rows.tolist() == [0]
+    assert inputs.input_ids.tolist() == [59, 60, 61]
+    assert inputs.positions.tolist() == [9, 10, 11]
+    assert inputs.samples.tolist() == [True]
+    assert inputs.metadata.slot_mapping.tolist() == [49, 50, 51]
+    assert "a" not in batch
+    assert len(batch) == 1
+
+
 @pytest.mark.parametrize(
     ("token_ids", "message"),
     [

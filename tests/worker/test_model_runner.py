@@ -129,7 +129,7 @@ def test_emulated_split_kv_gives_the_cpu_tokens(tiny_llama: Path, cpu: tuple[Uni
     """A sequence long enough for several parts, beside short ones."""
     args = make_args("emulated", max_model_len=700, num_kv_blocks=60, max_num_batched_tokens=700)
     params = SamplingParams(temperature=0, max_tokens=3)
-    long = [(7 * j * j + j) % 508 + 4 for j in range(600)]
+    long = [(7 * j * j + j) % 508 + 4 for j in range(530)]
 
     def sequences() -> list[Sequence]:
         return [Sequence("long", long, params), Sequence("short", long[:20], params)]
@@ -226,6 +226,26 @@ def test_not_a_number_fails_its_own_request_only(tiny_llama: Path, device: str) 
         assert results(together[1:]) == alone[:3]
         assert results(driver.run(greedy_sequences(count=4))) == alone
     executor.shutdown()
+
+
+def test_a_request_that_failed_on_its_prompt_gives_no_token(
+    cpu: tuple[UniprocExecutor, EngineConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor, config = cpu
+    model = executor._worker._model
+    assert model is not None
+    compute_logits = model.compute_logits
+
+    def spoilt(hidden: torch.Tensor) -> torch.Tensor:
+        """The prompt's rows come first, and more than one at a time."""
+        return compute_logits(hidden) * (torch.inf if len(hidden) > 1 else 1.0)
+
+    monkeypatch.setattr(model, "compute_logits", spoilt)
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
+    (sequence,) = Driver(executor, config).run([Sequence("a", list(range(5, 15)), params)])
+    assert sequence.error is not None
+    assert "not finite" in sequence.error
+    assert sequence.output == []
 
 
 def test_a_broken_step_is_an_exception_and_not_a_failed_request(cpu: tuple[UniprocExecutor, EngineConfig]) -> None:
