@@ -109,6 +109,17 @@ def test_rules_1_and_10_the_same_bits_whatever_happens(
             assert (count > 0) == wanted.get(what, getattr(chances, what, 0) > 0), what
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "fp8_e4m3", "int8"])
+def test_rule_1_the_same_bits_with_a_smaller_cache_type(tiny_llama: Path, kv_cache_dtype: str) -> None:
+    """An INT8 cache has scales, which must travel with their blocks."""
+    executor, config = make_executor(tiny_llama, make_args(kv_cache_dtype=kv_cache_dtype))
+    alone = [Driver(executor, config).run([sequence])[0] for sequence in greedy_sequences()]
+    driver = Driver(executor, config, EVERYTHING)
+    assert results(driver.run(greedy_sequences())) == results(alone)
+    assert min(driver.counts["swap_in"], driver.counts["copy"]) > 3
+    executor.shutdown()
+
+
 def test_rule_4_emulated_late_copies_are_waited_for(tiny_llama: Path, transformers_reference: Reference) -> None:
     """The emulated copy stream runs late and spoils its targets until then: a missing wait gives other tokens, or NaN."""
     executor, config = make_executor(tiny_llama, make_args("emulated", num_kv_blocks=16))
