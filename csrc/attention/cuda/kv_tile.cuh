@@ -74,29 +74,31 @@ PYENGINE_DEVICE void copy_chunk(unsigned char* shared, const char* global, int v
 template <typename Tile, KvFormat kFormat, int kTokens, int kThreads, int kPiece, bool kWhole>
 PYENGINE_DEVICE void copy_rows(const PagedAttentionParams& p, const PagedKv<kFormat>& kv, const Tile& tile, int first,
                                KeyRange range, int thread) {
-  constexpr int kGroup = 8, kPieces = kTokens * Tile::kChunks / kThreads;
-  constexpr int kPiecesPerGroup = kGroup * Tile::kChunks / kThreads > 1 ? kGroup * Tile::kChunks / kThreads : 1;
-  static_assert(kTokens * Tile::kChunks % kThreads == 0, "every thread copies the same number of chunks");
+  constexpr int kGroup = 8, kGroupPieces = kGroup * Tile::kChunks / kThreads > 1 ? kGroup * Tile::kChunks / kThreads : 1;
+  constexpr int kBases = kTokens * Tile::kChunks / kThreads / kGroupPieces;
+  constexpr int kUnroll = kBases * kGroupPieces > 16 ? 1 : kBases;  // large heads have no registers to spare
+  static_assert(kBases * kGroupPieces * kThreads == kTokens * Tile::kChunks, "every thread copies the same number of chunks");
   static_assert(kThreads > kGroup * Tile::kChunks || kGroup * Tile::kChunks % kThreads == 0,
                 "a thread changes group at a piece");
   const int row_bytes = p.head_dim * Tile::kElementBytes;
-  const char *k = nullptr, *v = nullptr;
+#pragma unroll kUnroll
+  for (int base = 0; base < kBases; base++) {
+    const int first_chunk = base * kGroupPieces * kThreads + thread;
+    int token = first + first_chunk / (kGroup * Tile::kChunks) * kGroup;
+    if (!kWhole) token = max(min(token, range.end - 1), range.begin) & ~(kGroup - 1);
+    const int64_t block = kv.table[token >> p.block_shift];
+    const int offset = token & (p.block_size - 1);
+    const char* k = kv.k + block * kv.k_block_bytes + offset * kv.k_token_bytes;
+    const char* v = kv.v + block * kv.v_block_bytes + offset * kv.v_token_bytes;
 #pragma unroll
-  for (int i = 0; i < kPieces; i++) {
-    const int c = i * kThreads + thread, row = c / Tile::kChunks, byte = c % Tile::kChunks * 16;
-    if (i % kPiecesPerGroup == 0) {
-      int token = first + row / kGroup * kGroup;
-      if (!kWhole) token = max(min(token, range.end - 1), range.begin) & ~(kGroup - 1);
-      const int64_t block = kv.table[token >> p.block_shift];
-      const int offset = token & (p.block_size - 1);
-      k = kv.k + block * kv.k_block_bytes + offset * kv.k_token_bytes;
-      v = kv.v + block * kv.v_block_bytes + offset * kv.v_token_bytes;
+    for (int i = 0; i < kGroupPieces; i++) {
+      const int c = first_chunk + i * kThreads, row = c / Tile::kChunks, byte = c % Tile::kChunks * 16;
+      int valid = max(min(row_bytes - byte, 16), 0);
+      if (!kWhole && (first + row < range.begin || first + row >= range.end)) valid = 0;
+      unsigned char* to = tile.keys() + row * Tile::kPitch + byte;
+      copy_chunk<kPiece>(to, k + row % kGroup * kv.k_token_bytes + byte, valid);
+      copy_chunk<kPiece>(to + Tile::kMatrixBytes, v + row % kGroup * kv.v_token_bytes + byte, valid);
     }
-    int valid = max(min(row_bytes - byte, 16), 0);
-    if (!kWhole && (first + row < range.begin || first + row >= range.end)) valid = 0;
-    unsigned char* to = tile.keys() + row * Tile::kPitch + byte;
-    copy_chunk<kPiece>(to, k + row % kGroup * kv.k_token_bytes + byte, valid);
-    copy_chunk<kPiece>(to + Tile::kMatrixBytes, v + row % kGroup * kv.v_token_bytes + byte, valid);
   }
 }
 

@@ -44,8 +44,7 @@ const char* check(const PagedAttentionParams& p) {
   if (p.dtype != DType::kF32 && dtype_size(p.kv_dtype) != 1 && p.kv_dtype != p.dtype)
     return "the cache must have the query's type, FP8 or INT8";
   if (p.dtype == DType::kF32 && dtype_size(p.kv_dtype) == 2) return "the cache must have the query's type, FP8 or INT8";
-  if (p.work && (!p.workspace || !multiple_of_16(p.workspace)))
-    return "a plan needs a workspace that starts at a multiple of 16 bytes";
+  if (p.work && !multiple_of_16(p.workspace)) return "the workspace must start at a multiple of 16 bytes";
   return check_cache(p);
 }
 
