@@ -6,5 +6,6 @@
 namespace pyengine::cuda {
 
 const char* paged_attention(const PagedAttentionParams& params, void* stream);
+const char* merge_attention_states(const MergeAttentionParams& params, void* stream);
 
 }  // namespace pyengine::cuda

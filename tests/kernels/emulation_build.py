@@ -41,17 +41,22 @@ def _units() -> dict[str, list[str]]:
     return units
 
 
-def _headers_hash(tree: Path) -> str:
+def _headers_hash(tree: Path, unit: str) -> str:
+    """Of all headers that the unit may include, and a few more."""
+    own = unit.split("/")[1]
+    kernel_headers = [f"csrc/{folder}/cuda/*.cuh" for folder in (own, "layers")]
+    patterns = ["csrc/common/*.h", "csrc/common/*.cuh", "csrc/emulation/*.h", f"csrc/{own}/*.h", "csrc/layers/*.h"]
+    patterns += kernel_headers if unit in _KERNEL_UNITS else ["csrc/*/*.h"]
     digest = hashlib.sha256(torch.__version__.encode())
-    for path in sorted([*tree.glob("csrc/**/*.h"), *tree.glob("csrc/**/*.cuh")]):
+    for path in sorted({path for pattern in patterns for path in tree.glob(pattern)}):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
-def _compile(tree: Path, unit: str, flags: Sequence[str], headers: str) -> Path:
+def _compile(tree: Path, unit: str, flags: Sequence[str]) -> Path:
     """The unit's object; compiled only if neither it, a header nor a flag is new."""
     source = tree / unit
-    key = hashlib.sha256("\0".join([headers, source.read_text(), *flags]).encode()).hexdigest()[:24]
+    key = hashlib.sha256("\0".join([_headers_hash(tree, unit), source.read_text(), *flags]).encode()).hexdigest()[:24]
     output = CACHE / f"{source.stem}-{key}.o"
     if not output.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
@@ -86,9 +91,8 @@ def _link(objects: Sequence[Path], output: Path) -> Path:
 
 def build_module(output: Path, *, sanitizer: bool) -> Path:
     """The extension from the sources as they are, at `output`, with or without the memory and race checker."""
-    headers = _headers_hash(ROOT)
     with ThreadPoolExecutor(2) as pool:
-        jobs = [pool.submit(_compile, ROOT, u, _flags(u, own, sanitizer), headers) for u, own in _units().items()]
+        jobs = [pool.submit(_compile, ROOT, u, _flags(u, own, sanitizer)) for u, own in _units().items()]
         return _link([job.result() for job in jobs], output)
 
 
@@ -108,12 +112,7 @@ def build_mutant(folder: Path, changes: Mapping[str, tuple[str, str]], units: Se
         path.write_text(text.replace(old, new))
     own_flags = _units()
     with ThreadPoolExecutor(2) as pool:
-        changed, original = _headers_hash(tree), _headers_hash(ROOT)
-        jobs = [pool.submit(_compile, tree, u, _flags(u, own_flags[u], sanitizer), changed) for u in units]
-        jobs += [
-            pool.submit(_compile, ROOT, u, _flags(u, own, sanitizer), original)
-            for u, own in own_flags.items()
-            if u not in units
-        ]
+        jobs = [pool.submit(_compile, tree, u, _flags(u, own_flags[u], sanitizer)) for u in units]
+        jobs += [pool.submit(_compile, ROOT, u, _flags(u, own, sanitizer)) for u, own in own_flags.items() if u not in units]
         # The changed objects come first: of an inline function in several objects the linker keeps the first.
         return _link([job.result() for job in jobs], folder / "_emulated.so")

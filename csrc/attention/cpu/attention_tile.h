@@ -20,14 +20,12 @@ struct AttentionTile {
 struct TileShape {
   int group;     // query heads of a KV head
   int max_rows;  // of a tile
-  int padded_k;  // head_dim, rounded up to whole chunks of packed A
   int ld_out;    // head_dim, rounded up to whole groups of panels
   int ld_value;  // head_dim, rounded up to whole panels
 
   TileShape(const PagedAttentionParams& p, int tokens)
       : group(p.num_heads / p.num_kv_heads),
         max_rows(tokens * group),
-        padded_k(round_up(p.head_dim, kChunk)),
         ld_out(round_up(p.head_dim, kWidePanelColumns)),
         ld_value(round_up(p.head_dim, kPanel)) {}
 
@@ -39,7 +37,7 @@ struct TileShape {
 
 // A tile's working memory, cut from one allocation.
 struct TileMemory {
-  float* query;   // packed [row tile][head_dim / 64][rows][64]
+  float* query;   // [rows, ld_value], fp32
   float* logits;  // [rows, kKeyBlock]
   float* keys;    // [head_dim, kKeyBlock]
   float* values;  // [kKeyBlock, ld_value]
@@ -47,12 +45,12 @@ struct TileMemory {
   int* visible;   // [rows, 2]
 
   static int64_t floats(const TileShape& shape, int head_dim) {
-    return int64_t{shape.max_rows} * (shape.padded_k + kKeyBlock + 2) + int64_t{kKeyBlock} * (head_dim + shape.ld_value) +
+    return int64_t{shape.max_rows} * (shape.ld_value + kKeyBlock + 2) + int64_t{kKeyBlock} * (head_dim + shape.ld_value) +
            2 * shape.state_floats(shape.max_rows);
   }
   TileMemory(float* memory, const TileShape& shape, int head_dim)
       : query(memory),
-        logits(query + shape.max_rows * shape.padded_k),
+        logits(query + shape.max_rows * shape.ld_value),
         keys(logits + shape.max_rows * kKeyBlock),
         values(keys + head_dim * kKeyBlock),
         states(values + kKeyBlock * shape.ld_value),
@@ -83,7 +81,7 @@ struct WeightedSum {
       const T* b[NP];
 #pragma GCC unroll 4
       for (int p = 0; p < NP; p++) b[p] = values.values + (begin - values.offset) * args.block->value_stride + args.columns[p];
-      accumulate<MR, NP, kKeyBlock>(acc, args.weights + begin, b, args.block->value_stride, end - begin);
+      accumulate<MR, NP>(acc, FixedRows<kKeyBlock>{args.weights + begin}, b, args.block->value_stride, end - begin);
     }
     store_tile(acc, args.out, args.ld_out);
   }
@@ -104,7 +102,7 @@ class TileRunner {
         row_tiles_(num_rows_),
         options_{p.scale, p.logit_softcap, p.alibi_slopes != nullptr} {
     with_float_type(p.dtype, [&](auto type) {
-      pack_query(static_cast<const decltype(type)*>(p.query));
+      widen_query(static_cast<const decltype(type)*>(p.query));
       return nullptr;
     });
   }
@@ -141,10 +139,6 @@ class TileRunner {
   }
 
  private:
-  // Rows of a row tile that meet pages of type B.
-  template <class B>
-  static constexpr int kMost = sizeof(B) == sizeof(float) || kMaxRows < kDirectRows ? kMaxRows : kDirectRows;
-
   // Rows are ordered token by token, the heads of the group inside.
   int head_of(int row) const { return tile_.kv_head * shape_.group + row % shape_.group; }
   int64_t token_of(int row) const { return p_.query_start_loc[tile_.seq] + tile_.first_token + row / shape_.group; }
@@ -161,17 +155,11 @@ class TileRunner {
   }
 
   template <class Q>
-  void pack_query(const Q* query) const {
-    for (int tile = 0; tile < row_tiles_.count; tile++) {
-      const int first = row_tiles_.first_row(tile), rows = row_tiles_.rows_of(tile);
-      for (int r = 0; r < rows; r++) {
-        const Q* row = query + token_of(first + r) * p_.query_token_stride + int64_t{head_of(first + r)} * p_.head_dim;
-        float* out = memory_.query + first * shape_.padded_k + r * kChunk;
-        for (int k = 0; k < p_.head_dim; k += kChunk, out += rows * kChunk) {
-          const int count = p_.head_dim - k < kChunk ? p_.head_dim - k : kChunk;
-          for (int i = 0; i < count; i += kLanes) store(out + i, load_partial(row + k + i, count - i));
-        }
-      }
+  void widen_query(const Q* query) const {
+    for (int row = 0; row < num_rows_; row++) {
+      const Q* from = query + token_of(row) * p_.query_token_stride + int64_t{head_of(row)} * p_.head_dim;
+      float* to = memory_.query + row * shape_.ld_value;
+      for (int d = 0; d < p_.head_dim; d += kLanes) store(to + d, load_partial(from + d, p_.head_dim - d));
     }
   }
 
@@ -206,9 +194,9 @@ class TileRunner {
       }
       for (int tile = 0; tile < row_tiles_.count; tile++) {
         const int row = row_tiles_.first_row(tile);
-        with_tile_shape<GemmTile, kMost<B>>(
+        with_tile_shape<GemmTile>(
             row_tiles_.rows_of(tile), row_tiles_.max_rows(),
-            GemmTileArgs<B>{memory_.query + row * shape_.padded_k, keys, block.key_stride, p_.head_dim,
+            GemmTileArgs<B>{memory_.query + row * shape_.ld_value, shape_.ld_value, keys, block.key_stride, p_.head_dim,
                             memory_.logits + row * kKeyBlock + group * kPanel, kKeyBlock, false});
       }
     }
@@ -241,9 +229,9 @@ class TileRunner {
     for (int panel = 0; panel < total; panel += panels) {
       int columns[kWidePanelColumns / kPanel];
       for (int i = 0; i < panels; i++) columns[i] = kPanel * (panel + i < total ? panel + i : total - 1);
-      with_tile_shape<WeightedSum, kMost<B>>(rows, rows,
-                                             WeightedSumArgs<B>{memory_.logits + row * kKeyBlock, &block, begin, end, columns,
-                                                                state.out + row * state.ld + panel * kPanel, state.ld});
+      with_tile_shape<WeightedSum>(rows, rows,
+                                   WeightedSumArgs<B>{memory_.logits + row * kKeyBlock, &block, begin, end, columns,
+                                                      state.out + row * state.ld + panel * kPanel, state.ld});
     }
   }
 
