@@ -215,6 +215,7 @@ class Harness:
         for request in self.scheduler.requests.values():
             holds_blocks = request.status in (RequestStatus.RUNNING, RequestStatus.SWAPPED)
             assert (request.block_table is not None) == holds_blocks
+            assert holds_blocks or request.num_computed_tokens == 0
             generated = request.num_tokens - request.num_prompt_tokens
             assert request.num_preemptions <= generated + 1
 

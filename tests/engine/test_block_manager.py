@@ -205,6 +205,20 @@ def test_a_fork_goes_on_with_its_sources_chain() -> None:
         manager.free(table)
 
 
+def test_rule_03_a_fork_of_a_sequence_that_stopped_being_cached_is_not_cached_either() -> None:
+    """Behaviour 3: its place in the chain is unknown, and a guess would give wrong hits."""
+    manager = BlockManager(12, 2, hash_function=lambda parent_hash, token_ids: sum(token_ids))
+    computed(manager, [1, 2])
+    source = computed(manager, [4, 4, 3, 0, 5, 6])  # the hash of its second block is taken
+    assert source.num_chained_blocks == 1
+    assert manager.fork_prefix(source, 3).tip is source.tip
+    fork = manager.open_table(manager.fork_prefix(source, 5), None)
+    append(manager, fork, 1)
+    assert fork.cache_at > 100
+    manager.cache_full_blocks(fork, token_slice([4, 4, 3, 0, 5, 6]), 6)
+    assert manager.match_prefix(None, token_slice([4, 4, 5, 6, 0]), 5).num_tokens == 2
+
+
 def test_without_prefix_caching_nothing_is_kept_and_forks_still_share() -> None:
     manager = BlockManager(8, 2, enable_prefix_caching=False)
     table = computed(manager, [1, 2, 3, 4])

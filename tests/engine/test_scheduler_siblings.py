@@ -117,6 +117,21 @@ def test_a_preempted_sibling_comes_back_as_a_fork() -> None:
     harness.check_outputs()
 
 
+def test_a_sibling_forks_from_one_that_comes_back_in_the_same_step() -> None:
+    harness = Harness(block_size=4, max_num_seqs=2, num_cpu_blocks=20, preemption_mode="swap", enable_prefix_caching=False)
+    harness.add_siblings("p", 22, 3, 9)
+    for _ in range(3):
+        harness.step()
+    harness.scheduler.preempt_requests(["0_p", "1_p"])
+    harness.step()
+    harness.abort("1_p")
+    harness.step()
+    assert [back.req_id for back in harness.last_step.scheduled_swapped_in_reqs] == ["0_p"]
+    assert harness.scheduled() == {"0_p": 1, "2_p": 1}
+    harness.run()
+    harness.check_outputs()
+
+
 @pytest.mark.parametrize("mode", PREEMPTION)
 @pytest.mark.parametrize("caching", [False, True])
 def test_rule_01_125_choices_of_a_long_prompt_finish_in_an_overcommitted_pool(mode: dict[str, Any], caching: bool) -> None:
