@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from scheduling import Harness
@@ -137,11 +137,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.harness.step()
         self.harness.worker.fail.clear()  # it may not have run in this step
 
-    @precondition(lambda self: self.harness.scheduler.running)
-    @rule(data=st.data())
-    def abort_during_step(self, data: st.DataObject) -> None:
-        running = sorted(request.request_id for request in self.harness.scheduler.running)
-        self.harness.abort_in_next_step = [data.draw(st.sampled_from(running))]
+    @precondition(lambda self: self.harness.scheduler.requests)
+    @rule(data=st.data(), how_many=st.integers(1, 3))
+    def abort_during_step(self, data: st.DataObject, how_many: int) -> None:
+        live = sorted(self.harness.scheduler.requests)
+        self.harness.abort_in_next_step = [data.draw(st.sampled_from(live)) for _ in range(how_many)]
         self.harness.step()
 
     @rule()
@@ -173,6 +173,41 @@ def _run(max_examples: int, step_count: int) -> None:
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
         ),
     )
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    prompts=st.lists(PROMPTS, min_size=2, max_size=8),
+    num_blocks=st.integers(9, 24),
+    budget=st.integers(4, 40),
+    threshold=st.sampled_from([0, 1, 3, 8]),
+    stop=st.sampled_from([(), (0,)]),
+)
+def test_rule_03_cold_and_warm_agree_under_eviction_and_chunking(
+    prompts: list[list[int]], num_blocks: int, budget: int, threshold: int, stop: tuple[int, ...]
+) -> None:
+    """Behaviour 3: whatever is cached, evicted or cut into chunks, the same requests give the same tokens."""
+
+    def run(*, caching: bool) -> Harness:
+        harness = Harness(
+            num_blocks=num_blocks,
+            block_size=4,
+            vocab_size=3,
+            max_num_seqs=4,
+            max_num_batched_tokens=budget,
+            long_prefill_token_threshold=threshold,
+            enable_prefix_caching=caching,
+        )
+        for i in range(3):  # the first time cold, then as warm as the pool allows
+            for j, prompt in enumerate(prompts):
+                harness.add(f"{i}-{j}", prompt, 6, stop_token_ids=stop)
+            harness.run()
+        return harness
+
+    cold, warm = run(caching=False), run(caching=True)
+    assert cold.outputs == warm.outputs
+    assert cold.finish_reasons == warm.finish_reasons
+    assert {request.num_cached_tokens for request in cold.requests.values()} == {0}
 
 
 def test_rules_01_03_04_05_14_any_interleaving() -> None:
