@@ -22,6 +22,7 @@ class BlockPool:
         self.ref_counts = [0] * (num_blocks + 1)
         self.num_free_blocks = num_blocks
         self.num_used_slots = 0
+        self.num_allocations = 0  # blocks taken from the free list, ever
         self._fill = [0] * (num_blocks + 1)  # slots, kept while a block is free with its content
         self._next = [*range(1, num_blocks + 1), NULL_BLOCK]
         self._previous = [num_blocks, *range(num_blocks)]
@@ -43,6 +44,7 @@ class BlockPool:
         self._unlink(block_id)
         self.ref_counts[block_id] = 1
         self._fill[block_id] = 0
+        self.num_allocations += 1
         return block_id
 
     def acquire(self, block_id: int) -> None:

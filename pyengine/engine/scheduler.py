@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from pyengine.config import CacheConfig, SchedulerConfig
 from pyengine.engine.admission import Admission, AdmissionPlan
@@ -124,7 +124,7 @@ class Scheduler:
                 self.block_manager.stop_caching(request.block_table)
 
     def preempt_requests(self, request_ids: Iterable[str]) -> None:
-        """Preempt running requests when the next step begins, but those that are protected then."""
+        """Preempt running requests at the start of the next step, except those that are protected then."""
         self._to_preempt.update(request_ids)
 
     def stats(self) -> SchedulerStats:
@@ -138,9 +138,18 @@ class Scheduler:
             num_free_blocks=manager.num_free_blocks,
             num_cpu_blocks=manager.swap_space.num_blocks,
             num_free_cpu_blocks=manager.swap_space.num_free_blocks,
+            num_blocks_allocated=manager.pool.num_allocations,
             kv_utilisation=manager.kv_utilisation,
             mean_kv_utilisation=self._utilisation_sum / stats.num_steps if stats.num_steps else 0.0,
         )
+
+    def reset_stats(self) -> None:
+        """Count from zero again. Gauges stay what they are."""
+        for counter in fields(SchedulerStats):
+            if counter.name != "num_swapped":
+                setattr(self._stats, counter.name, counter.default)
+        self._utilisation_sum = 0.0
+        self.block_manager.pool.num_allocations = 0
 
     # ---- a step
 
@@ -331,7 +340,7 @@ class Scheduler:
         if self._siblings.park_first():
             return True
         num_running = len(self.running) + len(step.admitted)
-        if self._has_just_left(request, step) or num_running >= self.config.max_num_seqs:
+        if not step.token_budget or num_running >= self.config.max_num_seqs or self._has_just_left(request, step):
             return False
         # It takes a block at least. To know more, its prefix must be looked up, which is not to happen in vain at every step.
         num_available = self.block_manager.num_free_blocks - step.num_owed_blocks

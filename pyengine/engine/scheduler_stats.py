@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """A snapshot. Counters count since the scheduler was made."""
+    """A snapshot. Counters count since the scheduler was made, or its `reset_stats`."""
 
     num_running: int = 0
     num_waiting: int = 0  # never ran, preempted by recompute, or waiting for a sibling's prompt
@@ -25,5 +25,6 @@ class SchedulerStats:
     num_preemptions_recompute: int = 0
     num_preemptions_swap: int = 0
     num_swap_fallbacks: int = 0  # of the preemptions by recompute, those that had no room in the CPU pool
+    num_blocks_allocated: int = 0  # taken from the free list; shared blocks are not taken again
     num_blocks_swapped_out: int = 0  # copied
     num_blocks_swapped_in: int = 0

@@ -481,3 +481,18 @@ def test_utilisation_of_many_lengths_is_what_the_lengths_allow() -> None:
     assert 0.9 < stats.mean_kv_utilisation <= 1.0
     assert stats.num_steps == harness.num_steps - 1
     assert (stats.num_running, stats.num_waiting, stats.num_swapped, stats.kv_utilisation) == (0, 0, 0, 0.0)
+
+
+def test_counters_start_again_and_gauges_stay() -> None:
+    harness = Harness(block_size=4, num_cpu_blocks=8, preemption_mode="swap")
+    harness.add("a", 9, 6)
+    harness.step()
+    harness.scheduler.preempt_requests(["a"])
+    harness.step()
+    before = harness.scheduler.stats()
+    assert (before.num_swapped, before.num_preemptions_swap, before.num_blocks_allocated, before.num_steps) == (1, 1, 3, 1)
+    harness.scheduler.reset_stats()
+    after = harness.scheduler.stats()
+    assert (after.num_swapped, after.num_preemptions_swap, after.num_blocks_allocated, after.num_steps) == (1, 0, 0, 0)
+    harness.run()
+    assert harness.scheduler.stats().num_swapped == 0
