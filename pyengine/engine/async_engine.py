@@ -13,14 +13,16 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from pyengine.config import EngineConfig
 from pyengine.engine.input_processor import ProcessedInput
 from pyengine.engine.llm_engine import LLMEngine
+from pyengine.engine.metrics import EngineMetrics
 from pyengine.engine.output_stream import OutputStream
 from pyengine.engine.stat_logger import StatLogger
 from pyengine.engine.watchdog import StepClock, stack_of
@@ -38,6 +40,22 @@ from pyengine.sampling_params import SamplingParams
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _ThreadCall:
+    """A function for the step thread, and where its end is reported."""
+
+    function: Callable[[], None]
+    done: Future[None]
+
+    def run(self) -> None:
+        try:
+            self.function()
+        except BaseException as error:
+            self.done.set_exception(error)
+            raise
+        self.done.set_result(None)
+
+
 class AsyncLLMEngine:
     """Many requests from asyncio, one step loop.
 
@@ -48,7 +66,8 @@ class AsyncLLMEngine:
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
         self._condition = threading.Condition()  # guards the five fields below
-        self._intake: deque[tuple[OutputStream, ProcessedInput] | str] = deque()  # an addition, or an id to abort
+        # An addition, an id to abort, or a call for the step thread to make.
+        self._intake: deque[tuple[OutputStream, ProcessedInput] | str | _ThreadCall] = deque()
         self._streams: dict[str, OutputStream] = {}  # by request id, until the reader is done with it
         self._is_draining = False
         self._is_stopping = False
@@ -253,6 +272,28 @@ class AsyncLLMEngine:
         """`LLMEngine.stats` after the last step."""
         return dict(self._stats)
 
+    @property
+    def metrics(self) -> EngineMetrics:
+        """Counters and histograms, written by the step thread; to be read only."""
+        return self._engine.metrics
+
+    async def reset_metrics(self) -> None:
+        """Count from zero again, between two steps.
+
+        Raises:
+            UnavailableError: the engine is not started, or shut down.
+            EngineDeadError: a step failed.
+        """
+        call = _ThreadCall(self._reset_metrics, Future())
+        with self._condition:
+            if self._error is not None:
+                raise EngineDeadError(str(self._error))
+            if self._is_stopping or self._thread is None:
+                raise UnavailableError("the engine does not run")
+            self._intake.append(call)
+            self._condition.notify()
+        await asyncio.wrap_future(call.done)
+
     def stalled_for(self) -> float:
         """Seconds for which there has been work and no step ended; 0 without work. For health checks."""
         return self._clock.stalled_for()
@@ -287,6 +328,12 @@ class AsyncLLMEngine:
             self._engine.shutdown()
             self._stats = self._engine.stats()
 
+    def _reset_metrics(self) -> None:
+        self._engine.reset_metrics()
+        self._stats = self._engine.stats()
+        if self._stat_logger is not None:
+            self._stat_logger = StatLogger()
+
     def _wait_for_work(self) -> bool:
         """Sleep until there is something to do; False when the thread is to end."""
         with self._condition:
@@ -309,6 +356,9 @@ class AsyncLLMEngine:
                 if outputs:
                     self._stats = self._engine.stats()
                     self._publish(outputs)  # before a new request with this id runs
+                continue
+            if isinstance(item, _ThreadCall):
+                item.run()
                 continue
             stream, source = item
             if stream.is_done:
@@ -344,6 +394,10 @@ class AsyncLLMEngine:
     def _fail_streams(self, error: PyEngineError) -> None:
         with self._condition:
             streams = list(self._streams.values())
+            calls = [item for item in self._intake if isinstance(item, _ThreadCall)]
+            self._intake.clear()
+        for call in calls:
+            call.done.set_exception(type(error)(str(error)))
         # One exception a reader: each of them adds its own traceback.
         self._wake([stream for stream in streams if stream.fail(type(error)(str(error)))])
 

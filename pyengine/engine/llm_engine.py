@@ -202,6 +202,11 @@ class LLMEngine:
         stats["request_success"] = dict(self.metrics.request_success)
         return stats
 
+    def reset_metrics(self) -> None:
+        """Count from zero again, so that requests which only warmed the engine up are in no figure. Gauges stay."""
+        self.metrics.reset()
+        self._scheduler.reset_stats()
+
     def shutdown(self) -> None:
         """Abort what is live and release the executor. Idempotent."""
         if self._is_shut_down:

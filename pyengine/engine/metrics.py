@@ -61,6 +61,10 @@ class Histogram:
 class EngineMetrics:
     """Everything counted since the start. Written by the step thread only; a reader sees each number whole."""
 
+    def reset(self) -> None:
+        """Count from zero again."""
+        vars(self).update(vars(EngineMetrics()))
+
     def __init__(self) -> None:
         self.prompt_tokens = 0  # of requests that have their first token
         self.generation_tokens = 0

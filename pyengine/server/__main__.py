@@ -64,8 +64,10 @@ def _version() -> str:
 
 
 def _announce(server: InferenceServer) -> None:
-    # Not a log line: whoever asked for port 0 needs it at any log level.
+    # Not log lines: whoever asked for port 0 needs them at any log level.
     print(f"serving on {server.address}", file=sys.stderr, flush=True)
+    for name, http_port in server.http_ports.items():
+        print(f"serving {name} on http://{http_port.address}", file=sys.stderr, flush=True)
 
 
 def _configure_logging(level: str) -> None:

@@ -6,7 +6,6 @@ import math
 import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf.descriptor import ServiceDescriptor
@@ -19,6 +18,7 @@ from pyengine.errors import InvalidRequestError, NotFoundError, UnsupportedError
 from pyengine.inputs import ChatPrompt, Prompt, TextPrompt, TokensPrompt
 from pyengine.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from pyengine.sampling_params import MAX_LOGPROBS, RequestOutputKind, SamplingParams
+from pyengine.server.frontend import GenerationCall
 from pyengine.server.proto import inference_pb2 as pb
 
 SERVICE: ServiceDescriptor = pb.DESCRIPTOR.services_by_name["Inference"]
@@ -41,19 +41,6 @@ _API_FIELDS = {
 }
 _UNSUPPORTED_SAMPLING = ("best_of", "beam_search")
 _INT32 = (-(2**31), 2**31 - 1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerationCall:
-    """One Generate or Complete call, as the engine takes it."""
-
-    request_id: str
-    prompt: Prompt
-    params: SamplingParams
-    priority: int
-    cache_salt: str | None
-    tenant: str | None
-    echo: bool
 
 
 def parser(method: str) -> Callable[[bytes], Message | InvalidRequestError]:

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
 from pyengine.config import EngineConfig
+from pyengine.engine.metrics import EngineMetrics
 from pyengine.inputs import Prompt
 from pyengine.outputs import RequestOutput
 from pyengine.sampling_params import SamplingParams
@@ -60,6 +61,13 @@ class EngineClient(Protocol):
         """Where the step thread is, for a log line about a stalled engine."""
 
     def stats(self) -> dict[str, Any]: ...
+
+    @property
+    def metrics(self) -> EngineMetrics:
+        """What the engine counts; to be read only."""
+
+    async def reset_metrics(self) -> None:
+        """Count from zero again, between two steps."""
 
     def shutdown(self) -> None:
         """Stop the step thread and release everything. Blocks; idempotent."""

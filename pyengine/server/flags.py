@@ -25,16 +25,22 @@ class ServerArgs:
 
     host: str = "127.0.0.1"  # address to listen on; 0.0.0.0 or :: is every interface
     port: int = 50051  # gRPC port; 0: a free one, which is printed
+    metrics_port: int | None = None  # port for /metrics, /health and /ready alone; 0: a free one; off by default
     max_message_bytes: int = 4 * 2**20  # largest request or response message
     max_concurrent_requests: int = 4096  # Generate and Complete calls in flight; more get RESOURCE_EXHAUSTED
+    request_timeout: float | None = None  # seconds that a request may take; unlimited by default
     shutdown_timeout: float = 30.0  # seconds that running requests get to finish after SIGTERM
     watchdog_timeout: float = 60.0  # seconds that requests may wait without a step before health turns NOT_SERVING
     trust_request_chat_template: bool = False  # let clients send chat templates, which are programs
     log_level: LogLevel | None = None  # PYENGINE_LOG_LEVEL or info by default
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port < 2**16:
-            raise ConfigError("port", f"must be in [0, 65535], got {self.port}")
+        for name in ("port", "metrics_port"):
+            port = getattr(self, name)
+            if port is not None and not 0 <= port < 2**16:
+                raise ConfigError(name, f"must be in [0, 65535], got {port}")
+        if self.request_timeout is not None and not 0 < self.request_timeout < 1e6:
+            raise ConfigError("request_timeout", f"must be more than 0 seconds, got {self.request_timeout}")
         if not 1024 <= self.max_message_bytes < 2**31:
             raise ConfigError("max_message_bytes", f"must be in [1024, {2**31 - 1}], got {self.max_message_bytes}")
         if self.max_concurrent_requests < 1:

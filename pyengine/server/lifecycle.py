@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -18,18 +17,22 @@ from contextlib import asynccontextmanager, suppress
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from starlette.types import ASGIApp
 
 from pyengine.errors import UnavailableError
 from pyengine.inputs import TokensPrompt
 from pyengine.sampling_params import RequestOutputKind, SamplingParams
+from pyengine.server.address import LOOPBACK, check_address, join_address
 from pyengine.server.engine_client import EngineClient
 from pyengine.server.flags import ServerArgs
-from pyengine.server.servicer import SERVICE_NAME, InferenceServicer, State, add_to_server
+from pyengine.server.frontend import Frontend, State
+from pyengine.server.http.port import HttpPort
+from pyengine.server.http.status import status_app
+from pyengine.server.servicer import SERVICE_NAME, InferenceServicer, add_to_server
 
 logger = logging.getLogger(__name__)
 
 SERVICES = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LOADER_THREAD = "load-model"
 ENGINE_POLL_SECONDS = 1.0
 #: For handlers to send their last status once the drain time is over.
@@ -37,7 +40,7 @@ STOP_GRACE_SECONDS = 1.0
 
 
 class InferenceServer:
-    """One gRPC port and one engine. `load` is to follow `bind`, and `close` everything."""
+    """One engine, a gRPC port, and others that are asked for. `load` is to follow `bind`, and `close` everything."""
 
     def __init__(self, args: ServerArgs, make_engine: Callable[[], EngineClient], version: str) -> None:
         self.args = args
@@ -47,23 +50,30 @@ class InferenceServer:
         self._engine: EngineClient | None = None
         self._started = time.monotonic()
         self._health = health.aio.HealthServicer()
-        self.servicer = InferenceServicer(
+        self.frontend = Frontend(
             version=version,
             max_concurrent_requests=args.max_concurrent_requests,
+            request_timeout=args.request_timeout,
             trust_chat_template=args.trust_request_chat_template,
             on_engine_dead=lambda error: self.failed.set(),
         )
+        self.http_ports: dict[str, HttpPort] = {}  # by what they serve
+        if args.metrics_port is not None:
+            self._add_http_port("metrics", status_app(self.frontend), args.metrics_port)
         self._server = grpc.aio.server(options=_channel_options(args))
         self._watcher: asyncio.Task[None] | None = None
 
+    def _add_http_port(self, name: str, app: ASGIApp, port: int) -> None:
+        self.http_ports[name] = HttpPort(app, self.args.host, port, STOP_GRACE_SECONDS)
+
     async def bind(self) -> None:
-        """Take the port, answer health checks with NOT_SERVING and all else with UNAVAILABLE.
+        """Take the ports, answer health checks with NOT_SERVING and all else with UNAVAILABLE.
 
         Raises:
             UnavailableError: the address cannot be listened on.
         """
         await self._set_health(serving=False)
-        add_to_server(self.servicer, self._server)
+        add_to_server(InferenceServicer(self.frontend), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(SERVICES, self._server)
         check_address(self.args.host, self.args.port)
@@ -72,7 +82,11 @@ class InferenceServer:
         except RuntimeError as error:
             raise UnavailableError(f"cannot listen on {join_address(self.args.host, self.args.port)}: {error}") from None
         await self._server.start()
+        for http_port in self.http_ports.values():
+            await http_port.bind()
         logger.info("bound to %s; not ready until a step has run", self.address)
+        for name, http_port in self.http_ports.items():
+            logger.info("%s on http://%s", name, http_port.address)
         if self.args.host in LOOPBACK:
             logger.info("only this machine can connect; --host 0.0.0.0 listens on every interface")
         else:
@@ -94,7 +108,7 @@ class InferenceServer:
         engine.start()
         async with _phase("warm-up step run"):
             await self._warm_up(engine)
-        self.servicer.serve(engine)
+        self.frontend.serve(engine)
         await self._set_health(serving=True)
         self._watcher = asyncio.create_task(self._watch(engine))
         name = engine.config.model.served_model_name
@@ -102,21 +116,21 @@ class InferenceServer:
 
     async def drain(self) -> None:
         """Refuse new calls, let those in flight finish for up to `shutdown_timeout` seconds, abort what is left."""
-        if self.servicer.state is State.SERVING:
-            self.servicer.state = State.DRAINING
+        if self.frontend.state is State.SERVING:
+            self.frontend.state = State.DRAINING
         await self._health.enter_graceful_shutdown()
-        logger.info("draining: %d requests in flight", self.servicer.num_active)
-        if not await self.servicer.wait_idle(self.args.shutdown_timeout):
-            logger.warning("aborting %d requests after %g s", self.servicer.num_active, self.args.shutdown_timeout)
-            await self.servicer.abort_active()
-            await self.servicer.wait_idle(STOP_GRACE_SECONDS)
+        logger.info("draining: %d requests in flight", self.frontend.num_active)
+        if not await self.frontend.wait_idle(self.args.shutdown_timeout):
+            logger.warning("aborting %d requests after %g s", self.frontend.num_active, self.args.shutdown_timeout)
+            await self.frontend.abort_active()
+            await self.frontend.wait_idle(STOP_GRACE_SECONDS)
 
     async def fail(self) -> None:
         """The engine is dead: health flips, calls get INTERNAL from the engine, new ones UNAVAILABLE."""
-        self.servicer.state = State.FAILED
+        self.frontend.state = State.FAILED
         await self._health.enter_graceful_shutdown()
         logger.critical("the engine has failed; shutting down")
-        await self.servicer.wait_idle(STOP_GRACE_SECONDS)
+        await self.frontend.wait_idle(STOP_GRACE_SECONDS)
 
     async def close(self) -> None:
         """Close the port and the engine. Idempotent."""
@@ -125,7 +139,8 @@ class InferenceServer:
             with suppress(asyncio.CancelledError):
                 await self._watcher
             self._watcher = None
-        await self._server.stop(STOP_GRACE_SECONDS)
+        ports = [http_port.close() for http_port in self.http_ports.values()]
+        await asyncio.gather(self._server.stop(STOP_GRACE_SECONDS), *ports)
         engine, self._engine = self._engine, None
         if engine is not None:
             stats = engine.stats()
@@ -140,13 +155,14 @@ class InferenceServer:
         )
         async for _ in engine.generate(TokensPrompt([0]), params, "warm-up"):
             pass
+        await engine.reset_metrics()
 
     async def _watch(self, engine: EngineClient) -> None:
         """Notice a dead engine when no request is there to notice it, and one that has work and makes no step."""
         is_stalled = False
         while not engine.errored:
             if (engine.stalled_for() > self.args.watchdog_timeout) != is_stalled:
-                is_stalled = not is_stalled
+                self.frontend.is_stalled = is_stalled = not is_stalled
                 if is_stalled:
                     logger.error("no step for %.0f s, though requests wait; at\n%s", engine.stalled_for(), engine.where())
                 else:
@@ -200,26 +216,6 @@ async def run(server: InferenceServer, announce: Callable[[InferenceServer], Non
         await server.close()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
-
-
-def join_address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def check_address(host: str, port: int) -> None:
-    """gRPC reports an address in use through log lines of its own and a generic error; a plain socket says what is wrong.
-
-    Raises:
-        UnavailableError: the address cannot be listened on.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-            probe.listen(1)  # a second listener is refused here, not by bind
-        except OSError as error:
-            raise UnavailableError(f"cannot listen on {join_address(host, port)}: {error.strerror or error}") from None
 
 
 def _channel_options(args: ServerArgs) -> list[tuple[str, int]]:

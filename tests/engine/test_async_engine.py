@@ -391,3 +391,23 @@ def test_a_reader_whose_loop_was_closed_is_forgotten() -> None:
         time.sleep(0.005)
     assert all_free(made)
     made.shutdown()
+
+
+@run_async
+async def test_counters_start_anew_between_steps() -> None:
+    engine, _ = fake_engine(counting, None, **ROOM)
+    made = AsyncLLMEngine(engine)
+    with pytest.raises(UnavailableError, match="does not run"):
+        await made.reset_metrics()
+    made.start()
+    try:
+        await collect(made, "warm-up", SamplingParams(max_tokens=3))
+        assert made.stats()["generation_tokens"] == made.metrics.generation_tokens == 3
+        await made.reset_metrics()
+        assert made.stats()["generation_tokens"] == made.stats()["num_steps"] == made.metrics.generation_tokens == 0
+        await collect(made, "real", SamplingParams(max_tokens=3))
+        assert made.metrics.generation_tokens == 3
+    finally:
+        await asyncio.to_thread(made.shutdown)
+    with pytest.raises(UnavailableError):
+        await made.reset_metrics()

@@ -122,3 +122,24 @@ def test_log_stats_follows_its_flag() -> None:
         engine = LLMEngine(EngineArgs(disable_log_stats=disabled), parts=EngineParts(config, executor, None))
         assert engine.log_stats is not disabled
         assert (AsyncLLMEngine(engine)._stat_logger is None) is disabled
+
+
+def test_counting_from_zero_again_keeps_the_gauges() -> None:
+    """What only warmed the engine up is in no figure afterwards, and what runs is still seen to run."""
+    engine, _ = fake_engine(counting)
+    fresh = engine.stats()
+    engine.add_request("warm-up", TokensPrompt([3] * 20), SamplingParams(max_tokens=2))
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert engine.stats()["num_blocks_allocated"] == 2
+    assert engine.stats() != fresh
+    engine.reset_metrics()
+    assert engine.stats() == fresh
+    assert all(histogram.count == 0 for histogram in vars(engine.metrics).values() if isinstance(histogram, Histogram))
+    engine.add_request("r", TokensPrompt([4] * 17), SamplingParams(max_tokens=5))
+    engine.step()
+    engine.reset_metrics()
+    stats = engine.stats()
+    assert (stats["num_running"], stats["num_free_blocks"], stats["generation_tokens"], stats["num_steps"]) == (1, 62, 0, 0)
+    engine.step()
+    assert engine.metrics.generation_tokens == engine.metrics.inter_token_latency_seconds.count == 1

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pyengine.config import EngineArgs, EngineConfig, HardwareInfo, ModelArchConfig, resolve
+from pyengine.engine.metrics import EngineMetrics
+from pyengine.engine.scheduler_stats import SchedulerStats
 from pyengine.errors import InvalidRequestError, RequestCancelledError
 from pyengine.inputs import ChatPrompt, Prompt, TextPrompt, TokensPrompt
 from pyengine.outputs import CompletionOutput, Logprob, RequestOutput
@@ -111,6 +113,7 @@ class FakeEngine:
         self.has_chat_template = True
         self.requests: list[FakeRequest] = []
         self.running: dict[str, FakeRequest] = {}
+        self.metrics = EngineMetrics()
         self.num_aborted = 0  # requests that ended before their script did
         self.started = False
         self.is_shut_down = False
@@ -146,10 +149,17 @@ class FakeEngine:
                     raise item
                 done = item.finished
                 request.num_pulled += 1
+                self._count(item)
                 yield item
         finally:
             self.num_aborted += not done
             del self.running[request_id]
+
+    def _count(self, item: RequestOutput) -> None:
+        for choice in item.outputs:
+            self.metrics.observe_tokens(len(choice.token_ids), None)
+            if choice.finish_reason is not None:
+                self.metrics.request_success[choice.finish_reason] += 1
 
     async def _pause(self, request: FakeRequest, i: int) -> None:
         await asyncio.sleep(self.delay)
@@ -209,7 +219,12 @@ class FakeEngine:
         return "in the fake step"
 
     def stats(self) -> dict[str, Any]:
-        return {"num_blocks": 8, "num_free_blocks": 8 - len(self.running)}
+        scheduled = SchedulerStats(num_running=len(self.running), num_blocks=8, num_free_blocks=8 - len(self.running))
+        counted = {name: getattr(self.metrics, name) for name in ("prompt_tokens", "generation_tokens", "request_success")}
+        return asdict(scheduled) | counted | {"kv_utilisation_now": 0.0, "num_requests": len(self.running)}
+
+    async def reset_metrics(self) -> None:
+        self.metrics.reset()
 
     def shutdown(self) -> None:
         self.is_shut_down = True

@@ -107,7 +107,7 @@ def test_rule_5_fifty_cancelled_at_random_points(server: RunningServer) -> None:
     for call in unary:
         call.cancel()
     assert all(list(call.result().choices[0].token_ids) == list(range(10, 30)) for call in whole)
-    wait_until(lambda: not server.engine.running and server.server.servicer.num_active == 0)
+    wait_until(lambda: not server.engine.running and server.server.frontend.num_active == 0)
     assert server.works()
 
 

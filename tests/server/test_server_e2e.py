@@ -200,7 +200,7 @@ def cancel_at_random(server: RunningServer, count: int, seed: int) -> None:
         for call in unary[:2]:
             call.cancel()
         assert [list(call.result().choices[0].token_ids) for call in whole] == alone
-    wait_until(lambda: no_block_is_lost(server) and server.server.servicer.num_active == 0)
+    wait_until(lambda: no_block_is_lost(server) and server.server.frontend.num_active == 0)
 
 
 def test_rule_5_fifty_calls_end_at_random_points(real: RunningServer) -> None:

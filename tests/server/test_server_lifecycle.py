@@ -134,7 +134,7 @@ def test_rule_20_drain(start_server: Callable[..., RunningServer]) -> None:
     stream = server.stub.Generate(pb.GenerateRequest(text="a", sampling=pb.SamplingParams(max_tokens=3)), timeout=60)
     unary = server.stub.Complete.future(pb.GenerateRequest(text="a", sampling=pb.SamplingParams(max_tokens=3)), timeout=60)
     next(stream)
-    wait_until(lambda: server.server.servicer.num_active == 2)
+    wait_until(lambda: server.server.frontend.num_active == 2)
     draining = asyncio.run_coroutine_threadsafe(server.server.drain(), server.loop)
     wait_until(lambda: health_of(server.channel) == NOT_SERVING)
     for call in (

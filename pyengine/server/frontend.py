@@ -1,0 +1,228 @@
+"""What the gRPC and the HTTP API share: who may call now, which requests are in flight, and how a request ends."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+
+from pyengine.errors import (
+    DeadlineExceededError,
+    EngineDeadError,
+    InvalidRequestError,
+    OverloadedError,
+    PyEngineError,
+    RequestCancelledError,
+    UnavailableError,
+)
+from pyengine.inputs import Prompt
+from pyengine.outputs import RequestOutput
+from pyengine.sampling_params import SamplingParams
+from pyengine.server.engine_client import EngineClient
+
+
+class State(enum.Enum):
+    """What a new call is told."""
+
+    LOADING = "the server is loading its model"
+    SERVING = "serving"
+    DRAINING = "the server is shutting down"
+    STOPPED = "the server stopped before the request finished"
+    FAILED = "the engine has failed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationCall:
+    """One request to generate, as the engine takes it."""
+
+    request_id: str
+    prompt: Prompt
+    params: SamplingParams
+    priority: int
+    cache_salt: str | None
+    tenant: str | None
+    echo: bool
+
+
+class Frontend:
+    """One engine behind every port. All methods run on the server's event loop.
+
+    Args:
+        version: of this program.
+        max_concurrent_requests: more than that in flight are refused.
+        request_timeout: seconds that a request may take; None: as long as its client waits.
+        trust_chat_template: whether clients may send chat templates.
+        on_engine_dead: told by the first request that finds the engine dead.
+    """
+
+    def __init__(
+        self,
+        *,
+        version: str,
+        max_concurrent_requests: int,
+        request_timeout: float | None = None,
+        trust_chat_template: bool = False,
+        on_engine_dead: Callable[[EngineDeadError], None] = lambda error: None,
+    ) -> None:
+        self.state = State.LOADING
+        self.is_stalled = False  # there is work, and no step has been made for long
+        self.version = version
+        self.max_concurrent_requests = max_concurrent_requests
+        self.trust_chat_template = trust_chat_template
+        self._request_timeout = request_timeout
+        self._on_engine_dead = on_engine_dead
+        self._serving_engine: EngineClient | None = None
+        self._active: set[str] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # Lifecycle
+
+    def serve(self, engine: EngineClient) -> None:
+        """Begin to accept calls."""
+        self._serving_engine = engine
+        self.state = State.SERVING
+
+    @property
+    def engine(self) -> EngineClient:
+        """Raises UnavailableError until there is one."""
+        if self._serving_engine is None:
+            raise UnavailableError(State.LOADING.value)
+        return self._serving_engine
+
+    @property
+    def model_name(self) -> str:
+        """The name that clients use."""
+        return self.engine.config.model.served_model_name
+
+    @property
+    def num_active(self) -> int:
+        """Requests in flight."""
+        return len(self._active)
+
+    async def wait_idle(self, timeout: float) -> bool:
+        """Whether every request in flight ended within `timeout` seconds."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout)
+        except asyncio.TimeoutError:
+            return False
+        return True
+
+    async def abort_active(self) -> None:
+        """Abort what is in flight; those calls end with UnavailableError."""
+        self.state = State.STOPPED
+        for request_id in list(self._active):
+            await self.engine.abort(request_id)
+
+    # Calls
+
+    @contextmanager
+    def call(self, *, while_draining: bool = False) -> Iterator[None]:
+        """Around everything that a call does.
+
+        Raises:
+            UnavailableError: no calls are taken now, or the server stopped before this one was done.
+        """
+        if self.state is not State.SERVING and not (while_draining and self.state is State.DRAINING):
+            raise UnavailableError(self.state.value)
+        try:
+            yield
+        except RequestCancelledError as error:
+            if self.state is State.STOPPED:
+                raise UnavailableError(State.STOPPED.value) from error
+            raise
+        except EngineDeadError as error:
+            self._on_engine_dead(error)
+            raise
+
+    @contextmanager
+    def admitted(self, request_ids: Sequence[str]) -> Iterator[None]:
+        """Counts requests as in flight, all of them or none.
+
+        Raises:
+            OverloadedError: there are max_concurrent_requests already.
+            InvalidRequestError: a request of one of the ids is in flight.
+        """
+        if len(self._active) + len(request_ids) > self.max_concurrent_requests:
+            taken = f"this server takes {self.max_concurrent_requests}"
+            raise OverloadedError(f"{len(self._active)} requests are in flight, and {len(request_ids)} more came; {taken}")
+        for request_id in request_ids:
+            if request_id in self._active:
+                raise InvalidRequestError("request_id", f"{request_id!r} is in flight already")
+        self._active.update(request_ids)
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._active.difference_update(request_ids)
+            if not self._active:
+                self._idle.set()
+
+    async def outputs(self, call: GenerationCall) -> AsyncGenerator[RequestOutput, None]:
+        """The engine's outputs for an admitted call. Closing the generator aborts the request.
+
+        Raises:
+            PyEngineError: the request failed, was aborted, or took longer than the server allows.
+        """
+        last: RequestOutput | None = None
+        failure: Exception | None = None
+        stream = self.engine.generate(
+            call.prompt,
+            call.params,
+            call.request_id,
+            priority=call.priority,
+            cache_salt=call.cache_salt,
+            tenant=call.tenant,
+        )
+        async with aclosing(stream if self._request_timeout is None else _within(stream, self._request_timeout)) as outputs:
+            async for output in outputs:
+                failure = failure or _failure_of(output)
+                last = output
+                yield output
+        if failure is not None:
+            raise failure
+        if last is None or not last.finished:
+            raise RuntimeError("the engine's outputs ended before the request did")
+
+    async def final_output(self, call: GenerationCall) -> RequestOutput:
+        """The last output of an admitted call; raises as `outputs`."""
+        last: RequestOutput | None = None
+        async with aclosing(self.outputs(call)) as outputs:
+            async for output in outputs:
+                last = output
+        assert last is not None  # outputs would have raised
+        return last
+
+    async def fill_prompt_text(self, output: RequestOutput) -> None:
+        """The text of a prompt that came as token ids."""
+        if output.prompt is None and self.engine.has_tokenizer:
+            output.prompt = await self.engine.detokenize(output.prompt_token_ids)
+
+
+async def _within(stream: AsyncGenerator[RequestOutput, None], seconds: float) -> AsyncGenerator[RequestOutput, None]:
+    """The stream's outputs until that many seconds from now."""
+    deadline = time.monotonic() + seconds
+    async with aclosing(stream):
+        while True:
+            try:
+                output = await asyncio.wait_for(anext(stream), deadline - time.monotonic())
+            except StopAsyncIteration:
+                return
+            except asyncio.TimeoutError:
+                raise DeadlineExceededError(
+                    f"the request took longer than {seconds:g} s, which is all that the server allows"
+                ) from None
+            yield output
+
+
+def _failure_of(output: RequestOutput) -> Exception | None:
+    """The error that the call ends with, if a choice was aborted or failed."""
+    for choice in output.outputs:
+        if choice.finish_reason == "abort":
+            return RequestCancelledError("the request was aborted")
+        if choice.finish_reason == "error":
+            return PyEngineError(output.error or f"choice {choice.index} failed in the engine")
+    return None

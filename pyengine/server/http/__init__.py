@@ -1,0 +1,1 @@
+"""The HTTP port: OpenAI's API, vLLM's additions to it, health and metrics."""

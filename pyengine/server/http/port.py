@@ -1,0 +1,72 @@
+"""An ASGI application on a port of its own, in the server's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from pyengine.server.address import join_address, listen
+
+
+class _Uvicorn(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are this program's own to handle: gRPC drains with HTTP."""
+        yield
+
+
+class HttpPort:
+    """`bind`, then `close`.
+
+    Args:
+        app: what answers.
+        host: address to listen on.
+        port: 0 for a free one.
+        stop_grace: seconds that connections get to end when the port closes.
+    """
+
+    def __init__(self, app: ASGIApp, host: str, port: int, stop_grace: float) -> None:
+        self.port = port  # the real one after bind
+        self._host = host
+        self._uvicorn = _Uvicorn(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                server_header=False,
+                timeout_graceful_shutdown=max(1, round(stop_grace)),
+            )
+        )
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> str:
+        return join_address(self._host, self.port)
+
+    async def bind(self) -> None:
+        """Listen, and answer from now on.
+
+        Raises:
+            UnavailableError: the address cannot be listened on.
+        """
+        listener = listen(self._host, self.port)
+        self.port = listener.getsockname()[1]
+        self._task = asyncio.create_task(self._uvicorn.serve(sockets=[listener]))
+        while not self._uvicorn.started:
+            if self._task.done():
+                self._task.result()
+            await asyncio.sleep(0.005)
+
+    async def close(self) -> None:
+        """Let go of the port and of every connection. Idempotent."""
+        task, self._task = self._task, None
+        if task is not None:
+            self._uvicorn.should_exit = True
+            await task
