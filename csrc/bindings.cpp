@@ -28,6 +28,20 @@ void define_schemas(torch::stable::detail::StableLibrary& m) {
   m.def("rotary_embedding(Tensor positions, Tensor(a!) query, Tensor(b!)? key, Tensor cos_sin_cache, bool is_neox=True) -> ()");
   m.def("silu_and_mul(Tensor(a!) out, Tensor input) -> ()");
   m.def("gelu_and_mul(Tensor(a!) out, Tensor input, bool tanh_approximation=True) -> ()");
+  m.def(
+      "rotary_reshape_and_cache(Tensor positions, Tensor(a!) query, Tensor key, Tensor value, Tensor cos_sin_cache, "
+      "Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor slot_mapping, bool is_neox=True, Tensor(d!)? k_scale=None, "
+      "Tensor(e!)? v_scale=None) -> ()");
+  m.def(
+      "merge_attention_states(Tensor(a!) out, Tensor part_out, Tensor part_lse, Tensor part_start, Tensor(b!)? lse=None) -> "
+      "()");
+  m.def(
+      "apply_penalties(Tensor(a!) logits, Tensor prompt_mask, Tensor output_counts, Tensor repetition, Tensor presence, "
+      "Tensor frequency) -> ()");
+  m.def("apply_bitmask(Tensor(a!) logits, Tensor bitmask) -> ()");
+  m.def(
+      "sample_top_k_top_p(Tensor(a!) token_ids, Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, "
+      "Tensor seeds, Tensor positions) -> ()");
 #if !defined(PE_EMULATED)
   m.def("pack_linear_weight(Tensor(a!) packed, Tensor weight) -> ()");
   m.def("linear(Tensor(a!) out, Tensor input, Tensor packed_weight, Tensor? bias=None) -> ()");

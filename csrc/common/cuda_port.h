@@ -173,6 +173,15 @@ PYENGINE_DEVICE int round_to_int(float x) {  // to nearest, ties to even
 #endif
 }
 
+// The upper 64 bits of a product.
+PYENGINE_DEVICE unsigned long long multiply_high(unsigned long long a, unsigned long long b) {
+#ifdef __CUDACC__
+  return __umul64hi(a, b);
+#else
+  return static_cast<unsigned long long>(static_cast<unsigned __int128>(a) * b >> 64);
+#endif
+}
+
 // 2^x to about 2 units in the last place; 2^-inf is 0.
 PYENGINE_DEVICE float fast_exp2(float x) {
 #ifdef __CUDACC__

@@ -8,18 +8,23 @@
 #include "../attention/params.h"
 #include "../cache/params.h"
 #include "../layers/params.h"
+#include "../sampling/params.h"
 
 // X(name, parameter struct). A kernel returns nullptr, or a static text that says what it does not support.
-#define PE_CPU_KERNELS(X)                     \
-  X(paged_attention, PagedAttentionParams)    \
-  X(reshape_and_cache, ReshapeAndCacheParams) \
-  X(copy_blocks, CopyBlocksParams)            \
-  X(swap_blocks, SwapBlocksParams)            \
-  X(rms_norm, RmsNormParams)                  \
-  X(rotary_embedding, RotaryParams)           \
-  X(act_and_mul, ActAndMulParams)             \
-  X(pack_linear_weight, PackLinearParams)     \
-  X(linear, LinearParams)
+#define PE_CPU_KERNELS(X)                         \
+  X(paged_attention, PagedAttentionParams)        \
+  X(merge_attention_states, MergeAttentionParams) \
+  X(reshape_and_cache, ReshapeAndCacheParams)     \
+  X(copy_blocks, CopyBlocksParams)                \
+  X(swap_blocks, SwapBlocksParams)                \
+  X(rms_norm, RmsNormParams)                      \
+  X(rotary_embedding, RotaryParams)               \
+  X(act_and_mul, ActAndMulParams)                 \
+  X(pack_linear_weight, PackLinearParams)         \
+  X(linear, LinearParams)                         \
+  X(apply_penalties, PenaltiesParams)             \
+  X(apply_bitmask, BitmaskParams)                 \
+  X(sample_top_k_top_p, SampleParams)
 
 namespace pyengine::cpu {
 

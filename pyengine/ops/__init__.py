@@ -9,15 +9,20 @@ from pyengine.errors import ConfigError
 from pyengine.ops._extension import load_core, load_emulated, namespace
 from pyengine.ops._fake import CPU_OPS, DEVICE_OPS
 from pyengine.ops._signatures import (
+    ApplyBitmask,
+    ApplyPenalties,
     CopyBlocks,
     FusedAddRmsNorm,
     GeluAndMul,
     LinearOp,
+    MergeAttentionStates,
     PackLinearWeight,
     PagedAttention,
     ReshapeAndCache,
     RmsNorm,
     RotaryEmbeddingOp,
+    RotaryReshapeAndCache,
+    SampleTopKTopP,
     SiluAndMul,
     SwapBlocks,
 )
@@ -43,6 +48,11 @@ class Ops:
     rotary_embedding: RotaryEmbeddingOp
     silu_and_mul: SiluAndMul
     gelu_and_mul: GeluAndMul
+    rotary_reshape_and_cache: RotaryReshapeAndCache
+    merge_attention_states: MergeAttentionStates
+    apply_penalties: ApplyPenalties
+    apply_bitmask: ApplyBitmask
+    sample_top_k_top_p: SampleTopKTopP
     pack_linear_weight: PackLinearWeight  # CPU tensors only, also in the sets of other devices
     linear: LinearOp  # CPU tensors only, also in the sets of other devices
 

@@ -20,6 +20,11 @@ DEVICE_OPS: tuple[str, ...] = (
     "rotary_embedding",
     "silu_and_mul",
     "gelu_and_mul",
+    "rotary_reshape_and_cache",
+    "merge_attention_states",
+    "apply_penalties",
+    "apply_bitmask",
+    "sample_top_k_top_p",
 )
 #: Ops of namespace `pyengine` alone: matrix products for the CPU.
 CPU_OPS: tuple[str, ...] = ("pack_linear_weight", "linear")

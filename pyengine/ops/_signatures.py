@@ -158,6 +158,109 @@ class GeluAndMul(Protocol):
         """
 
 
+class RotaryReshapeAndCache(Protocol):
+    def __call__(
+        self,
+        positions: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cos_sin_cache: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        is_neox: bool = True,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+    ) -> None:
+        """`rotary_embedding` of queries and keys, then `reshape_and_cache`; the keys themselves stay as they are.
+
+        Args:
+            positions: int64 [num_tokens].
+            query: [num_tokens, num_heads, head_dim], written; the token stride free.
+            key: [num_tokens, num_kv_heads, head_dim], the token stride free.
+            value: as key.
+            cos_sin_cache: fp32 [max_position, rotary_dim], cosines then sines.
+            k_cache: as `reshape_and_cache`.
+            v_cache: as `reshape_and_cache`.
+            slot_mapping: int64 [num_tokens]; a token with -1 has its query rotated only.
+            is_neox: pairs are the two halves (NeoX); else neighbours (GPT-J).
+            k_scale: as `reshape_and_cache`.
+            v_scale: as `reshape_and_cache`.
+        """
+
+
+class MergeAttentionStates(Protocol):
+    def __call__(self, out: Tensor, part_out: Tensor, part_lse: Tensor, part_start: Tensor, lse: Tensor | None = None) -> None:
+        """Merge attention over disjoint sets of keys, in part order: each part counts by its share of the softmax's sum.
+
+        Args:
+            out: [num_rows, num_heads, head_dim], written; the row stride free.
+            part_out: fp32 [num_parts, num_heads, head_dim].
+            part_lse: fp32 [num_parts, num_heads], natural log; -inf for an empty part.
+            part_start: int32 [num_rows + 1]; row i merges parts part_start[i]:part_start[i + 1].
+            lse: fp32 [num_rows, num_heads], written; or None.
+        """
+
+
+class ApplyPenalties(Protocol):
+    def __call__(
+        self,
+        logits: Tensor,
+        prompt_mask: Tensor,
+        output_counts: Tensor,
+        repetition: Tensor,
+        presence: Tensor,
+        frequency: Tensor,
+    ) -> None:
+        """Repetition penalty on tokens of prompt or output, then frequency and presence penalties on those of the output.
+
+        Args:
+            logits: fp32 [num_rows, vocab_size], written; the row stride free.
+            prompt_mask: bool [num_rows, vocab_size].
+            output_counts: int32 [num_rows, vocab_size].
+            repetition: fp32 [num_rows]; 1 for none.
+            presence: fp32 [num_rows]; 0 for none.
+            frequency: fp32 [num_rows]; 0 for none.
+        """
+
+
+class ApplyBitmask(Protocol):
+    def __call__(self, logits: Tensor, bitmask: Tensor) -> None:
+        """Set the logits of tokens whose bit is 0 to -inf.
+
+        Args:
+            logits: fp32 [num_rows, vocab_size], written; the row stride free.
+            bitmask: int32 [num_rows, ceil(vocab_size / 32)], the lowest bit first.
+        """
+
+
+class SampleTopKTopP(Protocol):
+    def __call__(
+        self,
+        token_ids: Tensor,
+        logits: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+    ) -> None:
+        """Draw a token a row after temperature, min_p, top_k and top_p; `pyengine.sampling.draw` has the rules.
+
+        Args:
+            token_ids: int64 [num_rows], written; -1 where the largest logit is not finite or a logit is NaN.
+            logits: fp32 [num_rows, vocab_size], the row stride free; -inf for tokens that are ruled out.
+            temperature: fp32 [num_rows]; 0 (below 1e-30) takes the most likely token.
+            top_k: int32 [num_rows]; 0 for off.
+            top_p: fp32 [num_rows], in (0, 1]; 1 for off.
+            min_p: fp32 [num_rows], in [0, 1]; 0 for off.
+            seeds: int64 [num_rows].
+            positions: int64 [num_rows], of the token in the output; (seed, position) decides the draw.
+        """
+
+
 class PackLinearWeight(Protocol):
     def __call__(self, packed: Tensor, weight: Tensor) -> None:
         """packed[p, k, j] = weight[16 p + j, k], zero beyond the last row. CPU only.

@@ -1,9 +1,12 @@
-// Scatters the step's new keys and values to their slots of the paged cache, converting or quantising them.
+// Scatters the step's new keys and values to their slots of the paged cache, converting or quantising them and, in the fused
+// form, rotating queries and keys first.
+#include <cstring>
 #include <type_traits>
 
 #include "../../cpu/parallel.h"
 #include "../../cpu/simd.h"
 #include "../../cpu/with_type.h"
+#include "../../layers/cpu/rotary.h"
 #include "../params.h"
 
 namespace pyengine::cpu {
@@ -93,19 +96,46 @@ void write_tokens(const ReshapeAndCacheParams& p, const CacheSide<T, C>& side, i
   }
 }
 
+constexpr int kMaxRotatedHead = 1024;
+
+// Queries in place; keys on their way to the cache, rounded to T as if they had been stored in between.
+template <class T, class C>
+void rotate_and_write_keys(const ReshapeAndCacheParams& p, const CacheSide<T, C>& side, int64_t begin, int64_t end) {
+  T rotated[kMaxRotatedHead];
+  for (int64_t token = begin; token < end; token++) {
+    const float* cos_sin = p.cos_sin_cache + p.positions[token] * p.rotary_dim;
+    T* query = static_cast<T*>(p.query) + token * p.query_token_stride;
+    rotate_heads(query, p.num_heads, p.head_dim, cos_sin, p.rotary_dim, p.is_neox);
+    const int64_t slot = p.slot_mapping[token];
+    for (int head = 0; head < p.num_kv_heads && slot >= 0; head++) {
+      memcpy(rotated, side.source + token * side.source_stride + int64_t{head} * p.head_dim, p.head_dim * sizeof(T));
+      rotate_heads(rotated, 1, p.head_dim, cos_sin, p.rotary_dim, p.is_neox);
+      write_head(side, rotated, head, p.head_dim, slot >> p.block_shift, static_cast<int>(slot & (p.block_size - 1)));
+    }
+  }
+}
+
+template <class T, class C>
+void write_range(const ReshapeAndCacheParams& p, int64_t begin, int64_t end) {
+  const CacheSide<T, C> keys = key_side<T, C>(p), values = value_side<T, C>(p);
+  if (p.positions != nullptr) {
+    rotate_and_write_keys(p, keys, begin, end);
+  } else {
+    write_tokens(p, keys, begin, end);
+  }
+  write_tokens(p, values, begin, end);
+}
+
 template <class T, class C>
 const char* run(const ReshapeAndCacheParams& p) {
-  const CacheSide<T, C> keys = key_side<T, C>(p), values = value_side<T, C>(p);
-  if (int64_t{p.num_tokens} * p.num_kv_heads * p.head_dim <= kSerialLimit) {
-    write_tokens(p, keys, 0, p.num_tokens);
-    write_tokens(p, values, 0, p.num_tokens);
+  const int64_t heads = p.num_kv_heads + (p.positions != nullptr ? p.num_heads : 0);
+  if (p.num_tokens * heads * p.head_dim <= kSerialLimit) {
+    write_range<T, C>(p, 0, p.num_tokens);
     return nullptr;
   }
   parallel_for((p.num_tokens + kTokensPerUnit - 1) / kTokensPerUnit, [&](int64_t unit, int) {
     const int64_t begin = unit * kTokensPerUnit;
-    const int64_t end = begin + kTokensPerUnit < p.num_tokens ? begin + kTokensPerUnit : p.num_tokens;
-    write_tokens(p, keys, begin, end);
-    write_tokens(p, values, begin, end);
+    write_range<T, C>(p, begin, begin + kTokensPerUnit < p.num_tokens ? begin + kTokensPerUnit : p.num_tokens);
   });
   return nullptr;
 }
@@ -113,7 +143,7 @@ const char* run(const ReshapeAndCacheParams& p) {
 }  // namespace
 
 const char* reshape_and_cache(const ReshapeAndCacheParams& p) {
-  if (p.positions != nullptr) return "fused rotary embedding is not built for CPUs";
+  if (p.positions != nullptr && p.head_dim > kMaxRotatedHead) return "with rotary embedding, head_dim must be at most 1024";
   if (p.kv_dtype == DType::kInt8 && (p.k_scale == nullptr || p.v_scale == nullptr))
     return "an INT8 cache needs k_scale and v_scale";
   return with_float_type(p.dtype, [&](auto type) {

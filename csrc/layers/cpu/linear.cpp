@@ -12,10 +12,11 @@ namespace PE_ISA {
 namespace {
 
 static_assert(kPanel == kLinearPanel, "the packed layout's panel");
-constexpr int kDepthBlock = 192;                 // of k; a multiple of kChunk
-constexpr int64_t kPackedRowBlock = 256 * 1024;  // floats of packed input that a unit of work walks: half of a 2 MB cache
-constexpr int64_t kSerialPackLimit = 64 * 1024;  // floats; below, waking threads costs more than packing
-static_assert(kDepthBlock % kChunk == 0);
+constexpr int kDepthBlock = 128;           // of k
+constexpr int kBlockTiles = 12;            // row tiles of a unit of work, at most: their results stay in the first-level cache
+constexpr int64_t kRowBlock = 128 * 1024;  // floats of input that a unit of work walks: a quarter of a 2 MB cache
+constexpr int kUnitsPerThread = 8;         // enough to even out threads of different speeds
+constexpr int64_t kSerialWidenLimit = 64 * 1024;  // floats; below, waking threads costs more than widening
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -24,31 +25,37 @@ struct LinearPlan {
   RowTiles tiles;
   int block_tiles, num_blocks;  // row tiles of a unit of work
   int panels_per_group, num_panels, num_groups;
-  int64_t padded_k;  // packed input: a row takes this many floats
+  int unit_groups, units_per_block;  // groups of a unit of work
+  int depth_block;                   // of k; everything when there is a single row tile, which has nothing to reuse
 
   explicit LinearPlan(const LinearParams& p) : tiles(p.num_tokens) {
-    padded_k = ceil_div(p.in_features, kChunk) * kChunk;
-    const int64_t fit = kPackedRowBlock / (padded_k * tiles.max_rows());
-    num_blocks = static_cast<int>(ceil_div(tiles.count, fit < 2 ? 2 : fit));
+    depth_block = tiles.count == 1 ? p.in_features : kDepthBlock;
+    const int64_t fit = kRowBlock / (int64_t{p.in_features} * tiles.max_rows());
+    num_blocks = static_cast<int>(ceil_div(tiles.count, fit < 2 ? 2 : fit < kBlockTiles ? fit : kBlockTiles));
     block_tiles = static_cast<int>(ceil_div(tiles.count, num_blocks));
     panels_per_group = panels_for(tiles.max_rows());
     num_panels = static_cast<int>(ceil_div(p.out_features, kPanel));
     num_groups = static_cast<int>(ceil_div(num_panels, panels_per_group));
+    const int64_t fair = int64_t{num_groups} * num_blocks / (kUnitsPerThread * get_num_threads());
+    units_per_block = static_cast<int>(ceil_div(num_groups, fair < 1 ? 1 : fair));
+    unit_groups = static_cast<int>(ceil_div(num_groups, units_per_block));
   }
 };
 
+// input [num_tokens, in_features] as fp32, dense.
 template <class T>
-const char* pack_input(const LinearParams& p, const LinearPlan& plan, float* packed) {
-  const T* input = static_cast<const T*>(p.input);
-  const auto pack_tile = [&](int64_t tile, int) {
-    const int first = plan.tiles.first_row(static_cast<int>(tile));
-    pack_rows(input + first * p.input_stride, p.input_stride, plan.tiles.rows_of(static_cast<int>(tile)), p.in_features,
-              packed + first * plan.padded_k);
+const char* widen_input(const LinearParams& p, float* wide) {
+  const auto widen_row = [&](int64_t row, int) {
+    const T* from = static_cast<const T*>(p.input) + row * p.input_stride;
+    float* to = wide + row * p.in_features;
+    int k = 0;
+    for (; k + kLanes <= p.in_features; k += kLanes) store(to + k, load(from + k));
+    for (; k < p.in_features; k++) to[k] = to_float(from[k]);
   };
-  if (p.num_tokens * plan.padded_k <= kSerialPackLimit) {
-    for (int tile = 0; tile < plan.tiles.count; tile++) pack_tile(tile, 0);
+  if (int64_t{p.num_tokens} * p.in_features <= kSerialWidenLimit) {
+    for (int row = 0; row < p.num_tokens; row++) widen_row(row, 0);
   } else {
-    parallel_for(plan.tiles.count, pack_tile);
+    parallel_for(p.num_tokens, widen_row);
   }
   return nullptr;
 }
@@ -79,62 +86,110 @@ void write_block(const LinearParams& p, const float* c, int ldc, int first_row, 
 template <class W>
 class LinearUnit {
  public:
-  LinearUnit(const LinearParams& params, const LinearPlan& plan, const float* packed)
-      : p_(params), plan_(plan), packed_(packed) {}
+  // a [num_tokens, in_features], rows lda apart
+  LinearUnit(const LinearParams& params, const LinearPlan& plan, const float* a, int64_t lda)
+      : p_(params), plan_(plan), a_(a), lda_(lda) {}
 
   template <class Out, class In>
   void run(int64_t unit) const {
-    const int group = static_cast<int>(unit % plan_.num_groups), block = static_cast<int>(unit / plan_.num_groups);
-    const int first_tile = block * plan_.block_tiles;
-    const int end = first_tile + plan_.block_tiles, end_tile = end < plan_.tiles.count ? end : plan_.tiles.count;
-    const int first_row = plan_.tiles.first_row(first_tile), rows = plan_.tiles.first_row(end_tile) - first_row;
+    const int first_group = static_cast<int>(unit % plan_.units_per_block) * plan_.unit_groups;
+    const int end_group =
+        first_group + plan_.unit_groups < plan_.num_groups ? first_group + plan_.unit_groups : plan_.num_groups;
+    RowBlock rows = row_block(static_cast<int>(unit / plan_.units_per_block));
     const int ldc = plan_.panels_per_group * kPanel;
-    float* c = static_cast<float*>(thread_scratch((rows * ldc + kDepthBlock * ldc) * sizeof(float)));
-    float* wide = c + rows * ldc;  // [panels_per_group, kDepthBlock, 16]
-
-    const int first_panel = group * plan_.panels_per_group;
-    for (int k0 = 0; k0 < p_.in_features; k0 += kDepthBlock) {
-      const int k = p_.in_features - k0 < kDepthBlock ? p_.in_features - k0 : kDepthBlock;
-      const W* panels[kWidePanels > kPanels ? kWidePanels : kPanels];
-      for (int i = 0; i < plan_.panels_per_group; i++) {  // past the end: the last panel again, its result unused
-        const int panel = first_panel + i < plan_.num_panels ? first_panel + i : plan_.num_panels - 1;
-        panels[i] = static_cast<const W*>(p_.weight) + (int64_t{panel} * p_.in_features + k0) * kPanel;
-      }
-      multiply(panels, first_tile, end_tile, k0, k, c, ldc, wide);
+    rows.c = static_cast<float*>(thread_scratch((rows.count * ldc + kDepthBlock * ldc) * sizeof(float)));
+    for (int group = first_group; group < end_group; group++) {
+      const int first_panel = group * plan_.panels_per_group, panels = plan_.num_panels - first_panel;
+      rows.first_column = first_panel * kPanel;
+      multiply_group(first_panel, rows, group + 1 < end_group);
+      write_block<Out, In>(p_, rows.c, ldc, rows.first, rows.count, first_panel,
+                           panels < plan_.panels_per_group ? panels : plan_.panels_per_group);
     }
-    const int panels = plan_.num_panels - first_panel;
-    write_block<Out, In>(p_, c, ldc, first_row, rows, first_panel,
-                         panels < plan_.panels_per_group ? panels : plan_.panels_per_group);
   }
 
  private:
+  static constexpr int kMostPanels = kWidePanels > kPanels ? kWidePanels : kPanels;
+
+  struct RowBlock {
+    int first_tile, end_tile, first, count;  // rows [first, first + count)
+    int first_column;
+    float* c;  // [count, 16 * panels_per_group], then widened panels [panels_per_group, kDepthBlock, 16]
+  };
+  RowBlock row_block(int block) const {
+    const int first_tile = block * plan_.block_tiles, end = first_tile + plan_.block_tiles;
+    const int end_tile = end < plan_.tiles.count ? end : plan_.tiles.count, first = plan_.tiles.first_row(first_tile);
+    return {first_tile, end_tile, first, plan_.tiles.first_row(end_tile) - first, 0, nullptr};
+  }
+
+  // A group's panels from k0 on. Past the last panel: that one again, its result unused.
+  void find_panels(int first_panel, int k0, const W** panels) const {
+    for (int i = 0; i < plan_.panels_per_group; i++) {
+      const int panel = first_panel + i < plan_.num_panels ? first_panel + i : plan_.num_panels - 1;
+      panels[i] = static_cast<const W*>(p_.weight) + (int64_t{panel} * p_.in_features + k0) * kPanel;
+    }
+  }
+
+  void multiply_group(int first_panel, const RowBlock& rows, bool more_groups) const {
+    const W* panels[kMostPanels] = {};
+    find_panels(first_panel, 0, panels);
+    for (int k0 = 0; k0 < p_.in_features; k0 += plan_.depth_block) {
+      const int k = p_.in_features - k0 < plan_.depth_block ? p_.in_features - k0 : plan_.depth_block;
+      const W* next[kMostPanels] = {};
+      if (k0 + k < p_.in_features) {
+        find_panels(first_panel, k0 + k, next);
+      } else if (more_groups) {
+        find_panels(first_panel + plan_.panels_per_group, 0, next);
+      }
+      multiply(panels, next, rows, k0, k);
+      for (int i = 0; i < plan_.panels_per_group; i++) panels[i] = next[i];
+    }
+  }
+
   // With several row tiles, half-precision panels are widened once for all of them.
-  void multiply(const W* const* panels, int first_tile, int end_tile, int k0, int k, float* c, int ldc, float* wide) const {
-    if (sizeof(W) < sizeof(float) && end_tile - first_tile > 1) {
-      const float* widened[kWidePanels > kPanels ? kWidePanels : kPanels] = {};
+  void multiply(const W* const* panels, const W* const* next, const RowBlock& rows, int k0, int k) const {
+    if (sizeof(W) < sizeof(float) && rows.end_tile - rows.first_tile > 1) {
+      float* wide = rows.c + rows.count * plan_.panels_per_group * kPanel;
+      const float* widened[kMostPanels] = {};
       for (int i = 0; i < plan_.panels_per_group; i++, wide += kDepthBlock * kPanel) {
         for (int j = 0; j < k * kPanel; j += kLanes) store(wide + j, load(panels[i] + j));
         widened[i] = wide;
       }
-      multiply_tiles(widened, first_tile, end_tile, k0, k, c, ldc);
+      multiply_tiles(widened, next, rows, k0, k);
     } else {
-      multiply_tiles(panels, first_tile, end_tile, k0, k, c, ldc);
+      multiply_tiles(panels, next, rows, k0, k);
     }
   }
 
+  // The first row tiles fetch the panels' `next` blocks meanwhile, one panel each.
   template <class T>
-  void multiply_tiles(const T* const* panels, int first_tile, int end_tile, int k0, int k, float* c, int ldc) const {
-    for (int tile = first_tile; tile < end_tile; tile++) {
-      const int rows = plan_.tiles.rows_of(tile);
-      const float* a = packed_ + plan_.tiles.first_row(tile) * plan_.padded_k + int64_t{k0} * rows;
-      with_tile_shape<GemmTile>(rows, plan_.tiles.max_rows(), GemmTileArgs<T>{a, panels, kPanel, k, c, ldc, k0 > 0});
-      c += rows * ldc;
+  void multiply_tiles(const T* const* panels, const W* const* next, const RowBlock& rows, int k0, int k) const {
+    const int ldc = plan_.panels_per_group * kPanel;
+    for (int tile = rows.first_tile; tile < rows.end_tile; tile++) {
+      const int i = tile - rows.first_tile, row = plan_.tiles.first_row(tile);
+      Prefetch ahead = {};
+      if (k0 + k == p_.in_features) fetch_output(rows, row, plan_.tiles.rows_of(tile));
+      if (i < plan_.panels_per_group && rows.end_tile - rows.first_tile > 1) {
+        ahead = {reinterpret_cast<const char*>(next[i]), kPanel * static_cast<int64_t>(sizeof(W))};
+      }
+      with_tile_shape<GemmTile>(plan_.tiles.rows_of(tile), plan_.tiles.max_rows(),
+                                GemmTileArgs<T>{a_ + row * lda_ + k0, lda_, panels, kPanel, k,
+                                                rows.c + (row - rows.first) * ldc, ldc, k0 > 0, ahead});
+    }
+  }
+
+  void fetch_output(const RowBlock& rows, int row, int count) const {
+    const int64_t size = dtype_size(p_.out_dtype);
+    const char* out = static_cast<const char*>(p_.out) + (row * p_.out_stride + rows.first_column) * size;
+    const int64_t width = plan_.panels_per_group * kPanel * size;
+    for (int r = 0; r < count; r++, out += p_.out_stride * size) {
+      for (int64_t i = 0; i < width; i += 64) __builtin_prefetch(out + i, 1, 3);
     }
   }
 
   const LinearParams& p_;
   const LinearPlan& plan_;
-  const float* packed_;
+  const float* a_;
+  int64_t lda_;
 };
 
 }  // namespace
@@ -142,16 +197,18 @@ class LinearUnit {
 const char* linear(const LinearParams& p) {
   if (p.num_tokens == 0 || p.out_features == 0) return nullptr;
   const LinearPlan plan(p);
-  const float* packed = static_cast<const float*>(p.input);  // one fp32 row is its own packed form
-  if (p.num_tokens > 1 || p.dtype != DType::kF32) {
-    float* buffer = static_cast<float*>(shared_scratch(p.num_tokens * plan.padded_k * sizeof(float)));
-    const char* error = with_float_type(p.dtype, [&](auto in) { return pack_input<decltype(in)>(p, plan, buffer); });
+  const float* a = static_cast<const float*>(p.input);
+  int64_t lda = p.input_stride;
+  if (p.dtype != DType::kF32) {
+    float* wide = static_cast<float*>(shared_scratch(int64_t{p.num_tokens} * p.in_features * sizeof(float)));
+    const char* error = with_float_type(p.dtype, [&](auto in) { return widen_input<decltype(in)>(p, wide); });
     if (error != nullptr) return error;
-    packed = buffer;
+    a = wide;
+    lda = p.in_features;
   }
-  const int64_t units = int64_t{plan.num_groups} * plan.num_blocks;
+  const int64_t units = int64_t{plan.units_per_block} * plan.num_blocks;
   return with_float_type(p.weight_dtype, [&](auto w) {
-    const LinearUnit<decltype(w)> unit(p, plan, packed);
+    const LinearUnit<decltype(w)> unit(p, plan, a, lda);
     return with_float_type(p.dtype, [&](auto in) -> const char* {
       using In = decltype(in);
       if (p.out_dtype == DType::kF32) {
