@@ -216,6 +216,7 @@ def test_rules_01_03_04_05_14_any_interleaving() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_rules_01_03_04_05_14_any_interleaving_at_length() -> None:
     """The same, for longer."""
     _run(max_examples=700, step_count=50)
