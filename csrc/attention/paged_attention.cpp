@@ -110,7 +110,7 @@ float* check_lse(const OptionalTensor& lse, const TensorArg& query) {
 
 // plan int32 [num_work, 4], workspace fp32 [size]: together or not at all, and not on the CPU
 void check_plan(Target target, const OptionalTensor& plan, const OptionalTensor& workspace, const TensorArg& query,
-                PagedAttentionParams* p) {
+                const TensorArg& query_start_loc, const TensorArg& seq_lens, PagedAttentionParams* p) {
   if (plan.has_value() != workspace.has_value()) fail_op(kOp, "plan and workspace must be given together");
   if (!plan) return;
   if (target == Target::kCpu) fail_op(kOp, "plan is for GPUs, on the CPU it must be None");
@@ -127,6 +127,9 @@ void check_plan(Target target, const OptionalTensor& plan, const OptionalTensor&
   p->num_work = plan_arg.size32(0, "num_work");
   p->workspace = workspace_arg.data_as<float>();
   p->workspace_size = workspace_arg.size(0);
+  if (!values_readable(target)) return;
+  const int64_t slot_floats = (int64_t{p->num_heads} * (p->head_dim + 1) + 3) / 4 * 4;  // cuda/query_rows.cuh
+  expect_valid_plan(plan_arg, query_start_loc, seq_lens, p->workspace_size / slot_floats);
 }
 
 void set_options(int64_t max_query_len, int64_t max_seq_len, double scale, int64_t sliding_window, double logit_softcap,
@@ -160,11 +163,11 @@ void paged_attention(Tensor out, const Tensor query, const Tensor k_cache, const
   p.alibi_slopes = check_per_head("alibi_slopes", alibi_slopes, query_arg);
   p.sinks = check_per_head("sinks", sinks, query_arg);
   p.lse = check_lse(lse, query_arg);
-  check_plan(target, plan, workspace, query_arg, &p);
   if constexpr (values_readable(target)) {
     expect_valid_batch(start_arg, lens_arg, table_arg,
                        {p.num_tokens, k_arg.size(0), p.block_size, p.max_query_len, p.max_seq_len});
   }
+  check_plan(target, plan, workspace, query_arg, start_arg, lens_arg, &p);
   if (p.num_tokens > 0) PE_LAUNCH(paged_attention, p, query_arg);
 }
 

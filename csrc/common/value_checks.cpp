@@ -78,4 +78,25 @@ void expect_valid_batch(const TensorArg& query_start_loc, const TensorArg& seq_l
   }
 }
 
+void expect_valid_plan(const TensorArg& plan, const TensorArg& query_start_loc, const TensorArg& seq_lens, int64_t num_slots) {
+  const int32_t* start = query_start_loc.data_as<const int32_t>();
+  const int32_t* lens = seq_lens.data_as<const int32_t>();
+  for (int64_t i = 0; i < plan.size(0); i++) {
+    const int32_t* work = plan.data_as<const int32_t>() + 4 * i;
+    const int32_t seq = work[0], kv_begin = work[1], kv_end = work[2], part = work[3];
+    const std::string row = "[" + str(i) + "] ";
+    if (seq < 0) continue;
+    if (seq >= seq_lens.size(0))
+      plan.fail(row + "names sequence " + str(seq) + ", seq_lens has num_seqs " + str(seq_lens.size(0)));
+    if (kv_begin < 0 || kv_begin > kv_end || kv_end > lens[seq]) {
+      plan.fail(row + "covers keys " + str(kv_begin) + " to " + str(kv_end) + ", seq_lens[" + str(seq) + "] is " +
+                str(lens[seq]));
+    }
+    const int64_t end_slot = static_cast<int64_t>(part) + start[seq + 1] - start[seq];
+    if (part >= 0 && end_slot > num_slots) {
+      plan.fail(row + "ends at slot " + str(end_slot) + ", workspace has room for " + str(num_slots));
+    }
+  }
+}
+
 }  // namespace pyengine

@@ -20,4 +20,8 @@ struct BatchShape {
 void expect_valid_batch(const TensorArg& query_start_loc, const TensorArg& seq_lens, const TensorArg& block_table,
                         const BatchShape& shape);
 
+// plan [num_work, 4]: throws unless each row names a sequence (or is padding), keys that it has, and slots that the workspace
+// has.
+void expect_valid_plan(const TensorArg& plan, const TensorArg& query_start_loc, const TensorArg& seq_lens, int64_t num_slots);
+
 }  // namespace pyengine

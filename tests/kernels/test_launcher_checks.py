@@ -221,6 +221,21 @@ def test_cpu_takes_no_plan() -> None:
         attention(plan=torch.zeros(1, 4).int(), workspace=torch.zeros(4))
 
 
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ((2, 0, 5, -1), "plan[0] names sequence 2, seq_lens has num_seqs 2"),
+        ((1, 0, 6, -1), "plan[0] covers keys 0 to 6, seq_lens[1] is 5"),
+        ((1, 4, 3, -1), "plan[0] covers keys 4 to 3, seq_lens[1] is 5"),
+        ((1, 0, 5, 2), "plan[0] ends at slot 3, workspace has room for 2"),
+    ],
+)
+def test_plan_values(row: tuple[int, ...], message: str) -> None:
+    plan = {"plan": torch.tensor([row], dtype=torch.int32), "workspace": torch.zeros(2 * 4 * 33)}  # a slot: 4 heads of 32 + 1
+    with pytest.raises(ValueError, match="^paged_attention: " + re.escape(message)):
+        get_ops("emulated").paged_attention(**(valid_args()["paged_attention"] | plan))
+
+
 def test_scales_follow_the_cache_type() -> None:
     int8 = {"k_cache": key_cache().to(torch.int8), "v_cache": torch.zeros(3, 2, 16, 32, dtype=torch.int8)}
     with pytest.raises(ValueError, match="a cache of type Char needs k_scale and v_scale"):
