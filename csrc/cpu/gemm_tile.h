@@ -12,12 +12,12 @@ namespace PE_ISA {
 
 constexpr int kPanel = 16;
 constexpr int kPanelVecs = kPanel / kLanes;
-constexpr int kChunk = 64;  // packed A is [k / 64][rows][64]: each row's address is a constant away from the first one's
 
-// What fits into the registers: rows x panels of accumulators, a vector of B for each column, and one element of A.
-constexpr int kMaxRows = kLanes == 16 ? 14 : kLanes == 8 ? 6 : 2;
-constexpr int kPanels = kLanes == 16 ? 2 : 1;
-// With few rows, more panels: enough independent chains to hide the latency of fma.
+// What fits into the registers: rows x panels of accumulators, a vector of B for each column, and one element of A. Wide tiles
+// need fewer loads for each fma than tall ones do.
+constexpr int kMaxRows = kLanes == 4 ? 2 : 6;
+constexpr int kPanels = kLanes == 16 ? 4 : 1;
+// With fewer rows, more panels: enough independent chains to hide the latency of fma.
 constexpr int kFewRows = kLanes == 16 ? 6 : kLanes == 8 ? 2 : 1;
 constexpr int kWidePanels = kLanes == 16 ? 4 : kLanes == 8 ? 2 : 1;
 constexpr int panels_for(int max_rows) { return max_rows <= kFewRows ? kWidePanels : kPanels; }
@@ -37,20 +37,51 @@ struct Accumulators {
   VecF v[MR][NV];
 };
 
-// acc[r] += sum over k < count of a[r * LDA + k] * b[p][k * ldb .. + 16]
-template <int MR, int NP, int LDA, class T>
-PE_ALWAYS_INLINE void accumulate(Accumulators<MR, NP * kPanelVecs>& acc, const float* a, const T* const (&b)[NP], int64_t ldb,
-                                 int count) {
+// Rows of A, any stride apart.
+template <int MR>
+struct StridedRows {
+  const float* row[MR];
+
+  PE_ALWAYS_INLINE StridedRows(const float* a, int64_t lda) {
+#pragma GCC unroll 6
+    for (int r = 0; r < MR; r++) row[r] = a + r * lda;
+  }
+  PE_ALWAYS_INLINE float at(int r, int k) const { return row[r][k]; }
+};
+
+// Rows of A, LDA apart: one address, and constants.
+template <int LDA>
+struct FixedRows {
+  const float* a;
+  PE_ALWAYS_INLINE float at(int r, int k) const { return a[r * LDA + k]; }
+};
+
+// Brings a cache line closer at each step of k, while the fma keep the core busy.
+struct Prefetch {
+  const char* next;
+  int64_t stride;  // bytes; 0: the same line again, which costs next to nothing
+};
+struct NoPrefetch {};
+
+// acc[r] += sum over k < count of a(r, k) * b[p][k * ldb .. + 16]
+template <int MR, int NP, class Rows, class T, class Ahead = NoPrefetch>
+PE_ALWAYS_INLINE void accumulate(Accumulators<MR, NP * kPanelVecs>& acc, const Rows& a, const T* const (&b)[NP], int64_t ldb,
+                                 int count, Ahead ahead = {}) {
+#pragma GCC unroll 4
   for (int k = 0; k < count; k++) {
+    if constexpr (sizeof(Ahead) == sizeof(Prefetch)) {
+      __builtin_prefetch(ahead.next, 0, 2);
+      ahead.next += ahead.stride;
+    }
     VecF columns[NP * kPanelVecs];
 #pragma GCC unroll 4
     for (int p = 0; p < NP; p++) {
 #pragma GCC unroll 4
       for (int j = 0; j < kPanelVecs; j++) columns[p * kPanelVecs + j] = load(b[p] + k * ldb + j * kLanes);
     }
-#pragma GCC unroll 14
+#pragma GCC unroll 6
     for (int r = 0; r < MR; r++) {
-      const VecF x = set1(a[r * LDA + k]);
+      const VecF x = set1(a.at(r, k));
 #pragma GCC unroll 8
       for (int j = 0; j < NP * kPanelVecs; j++) acc.v[r][j] = fma(x, columns[j], acc.v[r][j]);
     }
@@ -59,7 +90,7 @@ PE_ALWAYS_INLINE void accumulate(Accumulators<MR, NP * kPanelVecs>& acc, const f
 
 template <int MR, int NV>
 PE_ALWAYS_INLINE void load_tile(Accumulators<MR, NV>& acc, const float* c, int64_t ldc) {
-#pragma GCC unroll 14
+#pragma GCC unroll 6
   for (int r = 0; r < MR; r++) {
 #pragma GCC unroll 8
     for (int j = 0; j < NV; j++) acc.v[r][j] = load(c + r * ldc + j * kLanes);
@@ -68,7 +99,7 @@ PE_ALWAYS_INLINE void load_tile(Accumulators<MR, NV>& acc, const float* c, int64
 
 template <int MR, int NV>
 PE_ALWAYS_INLINE void zero_tile(Accumulators<MR, NV>& acc) {
-#pragma GCC unroll 14
+#pragma GCC unroll 6
   for (int r = 0; r < MR; r++) {
 #pragma GCC unroll 8
     for (int j = 0; j < NV; j++) acc.v[r][j] = zero();
@@ -77,7 +108,7 @@ PE_ALWAYS_INLINE void zero_tile(Accumulators<MR, NV>& acc) {
 
 template <int MR, int NV>
 PE_ALWAYS_INLINE void store_tile(const Accumulators<MR, NV>& acc, float* c, int64_t ldc) {
-#pragma GCC unroll 14
+#pragma GCC unroll 6
   for (int r = 0; r < MR; r++) {
 #pragma GCC unroll 8
     for (int j = 0; j < NV; j++) store(c + r * ldc + j * kLanes, acc.v[r][j]);
@@ -97,52 +128,32 @@ PE_ALWAYS_INLINE void with_rows(int rows, const Args& args) {
     PE_ROWS(4)
     PE_ROWS(5)
     PE_ROWS(6)
-    PE_ROWS(7)
-    PE_ROWS(8)
-    PE_ROWS(9)
-    PE_ROWS(10)
-    PE_ROWS(11)
-    PE_ROWS(12)
-    PE_ROWS(13)
-    PE_ROWS(14)
 #undef PE_ROWS
   }
 }
 
 // The same with as many panels as panels_for says. max_rows is the largest of the caller's tiles, and `rows` at most one less.
-template <class Op, int MAX = kMaxRows, class Args>
+template <class Op, class Args>
 PE_ALWAYS_INLINE void with_tile_shape(int rows, int max_rows, const Args& args) {
   if (max_rows <= kFewRows) {
     with_rows<Op, kWidePanels, 1, kFewRows>(rows, args);
   } else {
-    with_rows<Op, kPanels, kFewRows, MAX>(rows, args);
+    with_rows<Op, kPanels, kFewRows, kMaxRows>(rows, args);
   }
 }
 
-// Rows of length k to packed [ceil(k / 64)][rows][64], fp32. The last chunk's rest is left as it was: nothing reads it.
-template <class T>
-inline void pack_rows(const T* input, int64_t stride, int rows, int k, float* packed) {
-  for (int k0 = 0; k0 < k; k0 += kChunk) {
-    const int count = k - k0 < kChunk ? k - k0 : kChunk;
-    for (int r = 0; r < rows; r++, packed += kChunk) {
-      const T* row = input + r * stride + k0;
-      int i = 0;
-      for (; i + kLanes <= count; i += kLanes) store(packed + i, load(row + i));
-      for (; i < count; i++) packed[i] = to_float(row[i]);
-    }
-  }
-}
-
-// c [rows, 16 NP], rows ldc apart; a packed in chunks; panels[p]'s k-th row is at panels[p] + k * ldb.
+// c [rows, 16 NP], rows ldc apart; a [rows, k], rows lda apart; panels[p]'s k-th row is at panels[p] + k * ldb.
 template <class T>
 struct GemmTileArgs {
   const float* a;
+  int64_t lda;
   const T* const* panels;
   int64_t ldb;
   int k;
   float* c;
   int64_t ldc;
   bool add;  // to c, or overwrite it
+  Prefetch ahead = {};
 };
 
 struct GemmTile {
@@ -157,12 +168,10 @@ struct GemmTile {
     } else {
       zero_tile(acc);
     }
-    const float* a = args.a;
-    for (int k = args.k; k > 0; k -= kChunk) {
-      accumulate<MR, NP, kChunk>(acc, a, b, args.ldb, k < kChunk ? k : kChunk);
-      a += MR * kChunk;
-#pragma GCC unroll 4
-      for (int p = 0; p < NP; p++) b[p] += kChunk * args.ldb;
+    if (args.ahead.next != nullptr) {
+      accumulate<MR, NP>(acc, StridedRows<MR>(args.a, args.lda), b, args.ldb, args.k, args.ahead);
+    } else {
+      accumulate<MR, NP>(acc, StridedRows<MR>(args.a, args.lda), b, args.ldb, args.k);
     }
     store_tile(acc, args.c, args.ldc);
   }
