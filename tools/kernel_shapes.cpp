@@ -5,6 +5,7 @@
 #include "../csrc/attention/cuda/attention_simt.cuh"
 #include "../csrc/attention/cuda/decode_mma.cuh"
 #include "../csrc/attention/cuda/prefill_mma.cuh"
+#include "../csrc/sampling/cuda/sample.cu"
 
 namespace {
 
@@ -61,4 +62,5 @@ int main() {
   print_simt<64>();
   print_simt<128>();
   print_simt<256>();
+  std::printf("sample_kernel\t%d\t%zu\t0\n", pyengine::cuda::kThreads, sizeof(pyengine::cuda::Shared));
 }

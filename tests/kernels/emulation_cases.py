@@ -25,6 +25,8 @@ from checks import ATTENTION_TOLERANCE, as_bits, assert_close
 from paged_case import CaseShape, make_case
 from torch import Tensor
 
+from pyengine.sampling.draw import TokenDrawer
+from pyengine.sampling.philox import uniforms
 from pyengine.worker.backends.attention_plan import plan_attention, workspace_size
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -243,6 +245,29 @@ CASES["rms_norm/bf16"] = lambda device: run_norm(device, BF16, 2304, 8)
 CASES["rms_norm/narrow"] = lambda device: run_norm(device, FP32, 301, 3)
 
 
+def run_fused(device: Device, dtype: torch.dtype, is_neox: bool, head_dim: int, rotary_dim: int, padding: int) -> list[Tensor]:
+    tokens, heads, kv_heads = 3, 3, 2
+    query = device.strided(tokens, heads * head_dim, padding, dtype, "query").unflatten(1, (heads, head_dim))
+    key = device.strided(tokens, kv_heads * head_dim, padding, dtype, "key").unflatten(1, (kv_heads, head_dim))
+    positions, table = torch.tensor([9, 0, 15]), torch.rand(16, rotary_dim) * 2 - 1
+    expected = [references.rotary_embedding(positions, x, table, is_neox) for x in (query, key)]
+    caches = [device.empty(2, kv_heads, 8, head_dim, dtype=dtype, name=name) for name in ("k_cache", "v_cache")]
+    slots = device.put(torch.tensor([9, -1, 2]), "slot_mapping")
+    device.ops.rotary_reshape_and_cache(
+        *(device.put(positions, "positions"), query, key, key, device.put(table, "cos_sin_cache"), *caches, slots, is_neox)
+    )
+    tolerance = 1e-5 if dtype == FP32 else 2e-2
+    assert_close(query, expected[0], tolerance, tolerance)
+    for token, slot in ((0, 9), (2, 2)):
+        assert_close(caches[0][slot // 8, :, slot % 8], expected[1][token], tolerance, tolerance)
+        assert torch.equal(as_bits(caches[1][slot // 8, :, slot % 8]), as_bits(key[token])), "cached value"
+    return [query.clone(), *caches]
+
+
+CASES["fused/neox"] = lambda device: run_fused(device, BF16, True, 64, 64, 8)
+CASES["fused/gptj"] = lambda device: run_fused(device, FP32, False, 20, 12, 1)
+
+
 def run_rotary(device: Device, dtype: torch.dtype, is_neox: bool, head_dim: int, rotary_dim: int, padding: int) -> list[Tensor]:
     tokens, heads, kv_heads = 4, 5, 2
     query = device.strided(tokens, heads * head_dim, padding, dtype, "query").unflatten(1, (heads, head_dim))
@@ -278,6 +303,66 @@ def activation(device: Device) -> list[Tensor]:
             assert_close(out, expected, tolerance, tolerance)
             results.append(out)
     return results
+
+
+# ---- sampling, merging -------------------------------------------------------------------------------------------------
+@case("sample")
+def sample(device: Device) -> list[Tensor]:
+    rows, vocab = 6, 1100
+    logits = device.strided(rows, vocab, 3, FP32, "logits")
+    ids = device.empty(rows, dtype=torch.int64, name="token_ids")
+    parameters = {
+        "temperature": torch.tensor([1.0, 0.5, 2.0, 0.0, 1.0, 1.0]),
+        "top_k": torch.tensor([0, 5, 40, 0, 3, 0], dtype=torch.int32),
+        "top_p": torch.tensor([1.0, 0.8, 0.5, 1.0, 1.0, 0.9]),
+        "min_p": torch.tensor([0.0, 0.0, 0.01, 0.0, 0.0, 0.0]),
+        "seeds": torch.arange(rows) - 2,
+        "positions": torch.arange(rows) * 3,
+    }
+    device.ops.sample_top_k_top_p(ids, logits, *(device.put(x, name) for name, x in parameters.items()))
+    for row, token in enumerate(ids.tolist()):
+        expected = int(logits[row].argmax()) if row == 3 else sampler_draw(logits[row], row, parameters)
+        assert token == expected, f"row {row} drew {token}, not {expected}"
+    return [ids]
+
+
+def sampler_draw(logits: Tensor, row: int, parameters: dict[str, Tensor]) -> int:
+    """What the Python sampler draws from logits [vocab_size]."""
+    options = {name: parameters[name][row].item() for name in ("temperature", "top_k", "top_p", "min_p")}
+    uniform = float(uniforms(int(parameters["seeds"][row]), int(parameters["positions"][row]), 1)[0])
+    return TokenDrawer(len(logits)).draw(logits.contiguous().numpy(), float(logits.max()), uniform=uniform, **options)
+
+
+@case("logits")
+def change_logits(device: Device) -> list[Tensor]:
+    rows, vocab = 2, 300
+    logits = device.strided(rows, vocab, 2, FP32, "logits")
+    before = logits.clone()
+    counts = torch.randint(0, 3, (rows, vocab), dtype=torch.int32)
+    mask, ones = torch.rand(rows, vocab) < 0.3, torch.ones(rows)
+    arguments = {"prompt_mask": mask, "output_counts": counts, "repetition": ones, "presence": ones * 2, "frequency": ones * 3}
+    device.ops.apply_penalties(logits, *(device.put(x, name) for name, x in arguments.items()))
+    assert_close(logits, before - 3.0 * counts - 2.0 * (counts > 0), 1e-5, 0)
+    bitmask = torch.full((rows, -(-vocab // 32)), 0x55555555, dtype=torch.int32)
+    expected = logits.clone()
+    expected[:, 1::2] = -torch.inf
+    device.ops.apply_bitmask(logits, device.put(bitmask, "bitmask"))
+    assert torch.equal(logits, expected), "masked logits"
+    return [logits.clone()]
+
+
+@case("merge")
+def merge(device: Device) -> list[Tensor]:
+    part_out, part_lse = torch.randn(5, 3, 40), torch.randn(5, 3)
+    out = device.empty(2, 3, 40, dtype=BF16, name="out")
+    lse = device.empty(2, 3, dtype=FP32, name="lse")
+    starts = device.put(torch.tensor([0, 2, 5], dtype=torch.int32), "part_start")
+    device.ops.merge_attention_states(out, device.put(part_out, "part_out"), device.put(part_lse, "part_lse"), starts, lse)
+    for row, parts in enumerate((slice(0, 2), slice(2, 5))):
+        weights = torch.softmax(part_lse[parts], 0)
+        assert_close(out[row], (weights[..., None] * part_out[parts]).sum(0), 2**-8, 2**-8)
+        assert_close(lse[row], torch.logsumexp(part_lse[parts], 0), 1e-5, 1e-5)
+    return [out, lse]
 
 
 # ---- running them ------------------------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 _ATTENTION = "csrc/attention/cuda/"
 _MMA, _DISPATCH = f"{_ATTENTION}mma_head128.cu", f"{_ATTENTION}paged_attention.cu"
 _RESHAPE, _COPY = "csrc/cache/cuda/reshape_and_cache.cu", "csrc/cache/cuda/copy_blocks.cu"
+_SAMPLE, _LOGITS = "csrc/sampling/cuda/sample.cu", "csrc/sampling/cuda/logits.cu"
+_MERGE = f"{_ATTENTION}merge_attention_states.cu"
 _NORM, _ROTARY, _ACTIVATION = (f"csrc/layers/cuda/{name}.cu" for name in ("rms_norm", "rotary_embedding", "act_and_mul"))
 
 
@@ -207,6 +209,33 @@ MUTANTS = [
         "reshape/int8",
     ),
     _own("reshape: FP8 scale", _RESHAPE, "to_fp8(x[j] / scale,", "to_fp8(x[j] * scale,", "reshape/fp8"),
+    # Sampling
+    _own(
+        "sample: histogram read too early",
+        _SAMPLE,
+        "    __syncthreads();\n    if (threadIdx.x == 0) {",
+        "    if (threadIdx.x == 0) {",
+        "sample",
+    ),
+    _own(
+        "sample: no barrier before the histogram is cleared",
+        _SAMPLE,
+        "    __syncthreads();  // before the next round",
+        "    // before the next round",
+        "sample",
+        True,
+    ),
+    _own("sample: top_k off by one", _SAMPLE, "select(row, top_k, shared", "select(row, top_k + 1, shared", "sample"),
+    _own(
+        "sample: running sum of the tile lost",
+        _SAMPLE,
+        "    before_tile += tile_sum;\n",
+        "    before_tile = tile_sum;\n",
+        "sample",
+    ),
+    _own("bitmask: bits reversed", _LOGITS, "word >> (token % 32) & 1", "word >> (31 - token % 32) & 1", "logits"),
+    _own("penalties: presence on the prompt too", _LOGITS, "if (count > 0) x -=", "x -=", "logits"),
+    _own("merge: parts not weighted", _MERGE, "x += expf(lse - largest) *", "x +=", "merge"),
     # Layers
     _own(
         "rms_norm: a warp left out",

@@ -110,8 +110,9 @@ uint64_t cut(const SampleParams& p, int64_t index, Row* row) {
   for (int id = 0; id < row->vocab_size; id++)
     if (row->keeps(id)) total += row->weight(row->logits[id]);
   if (p.top_p[index] >= 1.0f) return total;
-  const uint64_t goal = static_cast<uint64_t>(static_cast<double>(p.top_p[index]) * static_cast<double>(total)) + 1;
-  return keep_nucleus(row, goal < total ? goal : total);
+  const uint64_t share = static_cast<uint64_t>(std::ceil(static_cast<double>(p.top_p[index]) * static_cast<double>(total)));
+  const uint64_t at_least_one = share > 0 ? share : 1;
+  return keep_nucleus(row, at_least_one < total ? at_least_one : total);
 }
 
 int64_t sample_row(const SampleParams& p, int64_t index) {

@@ -204,10 +204,11 @@ PYENGINE_DEVICE Weight cut(const SampleParams& p, Row& row, Shared& shared, int6
   }
   const Weight total = total_weight(row, shared);
   if (top_p >= 1.0f) return total;
-  const Weight goal = static_cast<Weight>(static_cast<double>(top_p) * static_cast<double>(total)) + 1;
-  const Selected nucleus = select(row, goal < total ? goal : total, shared, [&](float x) { return row.weight(x); });
+  const double share = static_cast<double>(top_p) * static_cast<double>(total);
+  const Weight goal = min(max(static_cast<Weight>(ceil(share)), Weight(1)), total);
+  const Selected nucleus = select(row, goal, shared, [&](float x) { return row.weight(x); });
   const Weight each = row.weight(bit_cast<float>(nucleus.key & 0x80000000u ? nucleus.key ^ 0x80000000u : ~nucleus.key));
-  const Weight num_equal = nucleus.at / each, missing = (goal < total ? goal : total) - nucleus.above;
+  const Weight num_equal = nucleus.at / each, missing = goal - nucleus.above;
   const Weight num_kept = (missing + each - 1) / each;
   row.bound = nucleus.key;
   if (num_kept < num_equal) {  // of equally likely tokens the lowest ids
