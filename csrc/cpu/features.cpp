@@ -2,8 +2,6 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <cstdint>
 #endif
@@ -32,13 +30,6 @@ uint64_t enabled_state() {
   return static_cast<uint64_t>(high) << 32 | low;
 }
 
-// Linux keeps AMX tile data off until a process asks for it.
-bool request_tile_data() {
-  constexpr long kArchReqXcompPerm = 0x1023;
-  constexpr long kXfeatureTileData = 18;
-  return syscall(SYS_arch_prctl, kArchReqXcompPerm, kXfeatureTileData) == 0;
-}
-
 Features detect() {
   Features f{};
   const Registers leaf1 = cpuid(1, 0), leaf7 = cpuid(7, 0), leaf7_1 = cpuid(7, 1);
@@ -51,7 +42,7 @@ Features detect() {
   f.avx512 = f.avx2 && zmm && bit(leaf7.ebx, 16) && bit(leaf7.ebx, 17) && bit(leaf7.ebx, 30) && bit(leaf7.ebx, 31);
   f.avx512_vnni = f.avx512 && bit(leaf7.ecx, 11);
   f.avx512_bf16 = f.avx512 && bit(leaf7_1.eax, 5);
-  if (f.avx512 && tiles && bit(leaf7.edx, 24) && request_tile_data()) {
+  if (f.avx512 && tiles && bit(leaf7.edx, 24)) {
     f.amx_int8 = bit(leaf7.edx, 25);
     f.amx_bf16 = bit(leaf7.edx, 22);
   }
