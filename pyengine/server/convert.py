@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from google.protobuf.descriptor import ServiceDescriptor
@@ -14,16 +12,16 @@ from google.protobuf.message_factory import GetMessageClass
 from google.protobuf.struct_pb2 import Struct, Value
 
 from pyengine.config import EngineConfig
-from pyengine.errors import InvalidRequestError, NotFoundError, UnsupportedError
+from pyengine.errors import InvalidRequestError, UnsupportedError
 from pyengine.inputs import ChatPrompt, Prompt, TextPrompt, TokensPrompt
 from pyengine.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from pyengine.sampling_params import MAX_LOGPROBS, RequestOutputKind, SamplingParams
+from pyengine.server import headers
 from pyengine.server.frontend import GenerationCall
 from pyengine.server.proto import inference_pb2 as pb
 
 SERVICE: ServiceDescriptor = pb.DESCRIPTOR.services_by_name["Inference"]
 
-_REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _FINISH_REASONS = {
     "stop": pb.FINISH_REASON_STOP,
     "length": pb.FINISH_REASON_LENGTH,
@@ -40,7 +38,6 @@ _API_FIELDS = {
     "continue_final_message": "chat.continue_final_message",
 }
 _UNSUPPORTED_SAMPLING = ("best_of", "beam_search")
-_INT32 = (-(2**31), 2**31 - 1)
 
 
 def parser(method: str) -> Callable[[bytes], Message | InvalidRequestError]:
@@ -74,10 +71,14 @@ def in_api_terms(error: InvalidRequestError | UnsupportedError) -> InvalidReques
 # Requests
 
 
-def check_model(message: Any, served_model_name: str) -> None:
-    """Raises NotFoundError unless the request's `model` is unset or the one served."""
-    if message.HasField("model") and message.model != served_model_name:
-        raise NotFoundError(f"model: {message.model!r} is not served here; {served_model_name!r} is")
+def model_of(message: Any) -> str | None:
+    """The request's `model`."""
+    return _given(message, "model")
+
+
+def _given(message: Any, name: str) -> Any:
+    """An optional field's value; None where it is unset."""
+    return getattr(message, name) if message.HasField(name) else None
 
 
 def generation_call(
@@ -97,49 +98,16 @@ def generation_call(
             raise UnsupportedError(name)
     if message.media:
         raise UnsupportedError("media")
-    headers = {key: value for key, value in metadata if isinstance(value, str)}
+    sent = {key: value for key, value in metadata if isinstance(value, str)}
     return GenerationCall(
-        request_id=_request_id(message, headers),
+        request_id=headers.request_id(_given(message, "request_id"), sent),
         prompt=prompt(message, trust_chat_template=trust_chat_template),
         params=_sampling_params(message.sampling, kind),
-        priority=message.priority if message.HasField("priority") else _priority_header(headers),
-        cache_salt=_cache_salt(message, headers),
-        tenant=headers.get("x-tenant") or None,
+        priority=headers.priority(_given(message, "priority"), sent),
+        cache_salt=headers.cache_salt(_given(message, "cache_salt"), sent),
+        tenant=headers.tenant(sent),
         echo=message.echo,
     )
-
-
-def _request_id(message: pb.GenerateRequest, headers: Mapping[str, str]) -> str:
-    if message.HasField("request_id"):
-        name, value = "request_id", message.request_id
-    elif "x-request-id" in headers:
-        name, value = "x-request-id", headers["x-request-id"]
-    else:
-        return uuid.uuid4().hex
-    if not _REQUEST_ID.fullmatch(value):
-        raise InvalidRequestError(name, "must be 1 to 128 printable ASCII characters without spaces")
-    return value
-
-
-def _priority_header(headers: Mapping[str, str]) -> int:
-    value = headers.get("x-priority")
-    if value is None:
-        return 0
-    try:
-        priority = int(value)
-    except ValueError:
-        raise InvalidRequestError("x-priority", f"must be an integer, got {value!r}") from None
-    if not _INT32[0] <= priority <= _INT32[1]:
-        raise InvalidRequestError("x-priority", f"must be a 32-bit integer, got {priority}")
-    return priority
-
-
-def _cache_salt(message: pb.GenerateRequest, headers: Mapping[str, str]) -> str | None:
-    if message.HasField("cache_salt"):
-        if not message.cache_salt:
-            raise InvalidRequestError("cache_salt", "must not be empty")
-        return message.cache_salt
-    return headers.get("x-cache-salt") or None
 
 
 def prompt(message: pb.GenerateRequest | pb.TokenizeRequest, *, trust_chat_template: bool) -> Prompt:

@@ -25,9 +25,10 @@ class ServerArgs:
 
     host: str = "127.0.0.1"  # address to listen on; 0.0.0.0 or :: is every interface
     port: int = 50051  # gRPC port; 0: a free one, which is printed
+    http_port: int | None = None  # port of the OpenAI-compatible HTTP API; 0: a free one; off by default
     metrics_port: int | None = None  # port for /metrics, /health and /ready alone; 0: a free one; off by default
-    max_message_bytes: int = 4 * 2**20  # largest request or response message
-    max_concurrent_requests: int = 4096  # Generate and Complete calls in flight; more get RESOURCE_EXHAUSTED
+    max_message_bytes: int = 4 * 2**20  # largest gRPC message and HTTP body
+    max_concurrent_requests: int = 4096  # requests in flight; more get RESOURCE_EXHAUSTED, or 429
     request_timeout: float | None = None  # seconds that a request may take; unlimited by default
     shutdown_timeout: float = 30.0  # seconds that running requests get to finish after SIGTERM
     watchdog_timeout: float = 60.0  # seconds that requests may wait without a step before health turns NOT_SERVING
@@ -35,7 +36,7 @@ class ServerArgs:
     log_level: LogLevel | None = None  # PYENGINE_LOG_LEVEL or info by default
 
     def __post_init__(self) -> None:
-        for name in ("port", "metrics_port"):
+        for name in ("port", "http_port", "metrics_port"):
             port = getattr(self, name)
             if port is not None and not 0 <= port < 2**16:
                 raise ConfigError(name, f"must be in [0, 65535], got {port}")
@@ -112,7 +113,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m pyengine.server",
         usage="%(prog)s [flags] [MODEL]",
-        description="Serves a model over gRPC: pyengine.v1.Inference, health checking and reflection.",
+        description="Serves a model over gRPC (pyengine.v1.Inference, health, reflection) and, if asked to, OpenAI's HTTP API.",
         allow_abbrev=False,
     )
     # Not named "model": argparse would let the positional's default overwrite the flag's value.

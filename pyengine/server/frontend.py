@@ -13,6 +13,7 @@ from pyengine.errors import (
     DeadlineExceededError,
     EngineDeadError,
     InvalidRequestError,
+    NotFoundError,
     OverloadedError,
     PyEngineError,
     RequestCancelledError,
@@ -97,6 +98,11 @@ class Frontend:
     def model_name(self) -> str:
         """The name that clients use."""
         return self.engine.config.model.served_model_name
+
+    def check_model(self, name: str | None) -> None:
+        """Raises NotFoundError unless a request's model is unset or the one served."""
+        if name is not None and name != self.model_name:
+            raise NotFoundError(f"model: {name!r} is not served here; {self.model_name!r} is")
 
     @property
     def num_active(self) -> int:

@@ -58,6 +58,10 @@ class InferenceServer:
             on_engine_dead=lambda error: self.failed.set(),
         )
         self.http_ports: dict[str, HttpPort] = {}  # by what they serve
+        if args.http_port is not None:
+            from pyengine.server.http.app import create_app  # brings FastAPI
+
+            self._add_http_port("http", create_app(self.frontend, max_body_bytes=args.max_message_bytes), args.http_port)
         if args.metrics_port is not None:
             self._add_http_port("metrics", status_app(self.frontend), args.metrics_port)
         self._server = grpc.aio.server(options=_channel_options(args))
@@ -86,7 +90,7 @@ class InferenceServer:
             await http_port.bind()
         logger.info("bound to %s; not ready until a step has run", self.address)
         for name, http_port in self.http_ports.items():
-            logger.info("%s on http://%s", name, http_port.address)
+            logger.info("%s bound to http://%s", name, http_port.address)
         if self.args.host in LOOPBACK:
             logger.info("only this machine can connect; --host 0.0.0.0 listens on every interface")
         else:

@@ -65,13 +65,13 @@ class InferenceServicer:
 
     async def Tokenize(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         async with self._call(request, context, "Tokenize"):
-            convert.check_model(request, self._frontend.model_name)
+            self._frontend.check_model(convert.model_of(request))
             prompt = convert.prompt(request, trust_chat_template=self._frontend.trust_chat_template)
             return convert.tokenize_response(await self._frontend.engine.tokenize(prompt))
 
     async def Detokenize(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         async with self._call(request, context, "Detokenize"):
-            convert.check_model(request, self._frontend.model_name)
+            self._frontend.check_model(convert.model_of(request))
             return convert.detokenize_response(await self._frontend.engine.detokenize(list(request.token_ids)))
 
     # What they share
@@ -90,7 +90,7 @@ class InferenceServicer:
                     raise convert.in_api_terms(error) from error
 
     def _generation_call(self, request: Any, context: grpc.aio.ServicerContext, kind: RequestOutputKind) -> GenerationCall:
-        convert.check_model(request, self._frontend.model_name)
+        self._frontend.check_model(convert.model_of(request))
         metadata = context.invocation_metadata() or ()
         return convert.generation_call(request, metadata, kind, trust_chat_template=self._frontend.trust_chat_template)
 

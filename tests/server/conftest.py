@@ -29,6 +29,14 @@ def server(start_server: Callable[..., RunningServer]) -> RunningServer:
 
 
 @pytest.fixture(scope="module")
+def shared_http_server() -> Iterator[RunningServer]:
+    """With an HTTP port, for tests that leave nothing behind."""
+    running = RunningServer(FakeEngine(), http_port=0)
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
 def shared_server() -> Iterator[RunningServer]:
     """For tests that leave nothing behind."""
     running = RunningServer(FakeEngine())

@@ -29,6 +29,11 @@ class RunningServer:
         self.channel = grpc.insecure_channel(self.target)
         self.stub = rpc.InferenceStub(self.channel)
 
+    @property
+    def base_url(self) -> str:
+        """Of the HTTP port."""
+        return f"http://{self.server.http_ports['http'].address}"
+
     async def _start(self, args: ServerArgs) -> InferenceServer:
         server = InferenceServer(args, lambda: self.engine, version="1.2.3")
         await server.bind()

@@ -247,7 +247,7 @@ def test_rule_20_signal_drains_and_exits_0(number: signal.Signals) -> None:
             assert late.code() is grpc.StatusCode.UNAVAILABLE
             assert sum(len(message.token_ids) for message in call) == 19
         assert server.exit_code() == 0
-        assert "last stats: num_blocks=8 num_free_blocks=8" in server.log
+        assert " num_blocks=8 num_free_blocks=8 " in server.wait_for("last stats: ").string
         assert "Traceback" not in server.log
 
 
