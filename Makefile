@@ -5,6 +5,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 PORT ?= 50051
+HTTP_PORT ?= 8000
 ARGS ?=
 SLOW ?= 0
 BUILD_TOOLS := setuptools wheel cmake ninja pybind11
@@ -41,8 +42,8 @@ dev: $(VENV)/.dev build ## setup, and what tests, lint and benchmarks need
 build: ## Build the extension in place, only what changed
 	$(PY) setup.py build_ext --inplace
 
-serve: setup ## Serve the default model on PORT (50051); ARGS pass through
-	exec $(PY) -m pyengine.server --port $(PORT) $(ARGS)
+serve: setup ## Serve the default model, gRPC on PORT (50051), HTTP on HTTP_PORT (8000); ARGS pass through
+	exec $(PY) -m pyengine.server --port $(PORT) --http-port $(HTTP_PORT) $(ARGS)
 
 test: dev ## Run the tests; SLOW=1 adds mutants, sanitizers and long fuzzing
 ifeq ($(SLOW),1)

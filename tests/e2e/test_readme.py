@@ -8,6 +8,8 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -16,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-PORT = "50051"
+GRPC_PORT, HTTP_PORT = "50051", "8000"
 
 
 def blocks(language: str) -> list[str]:
@@ -27,16 +29,33 @@ def shell(command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=240)
 
 
+@dataclass(frozen=True)
+class Ports:
+    """Where the server listens, in place of the ports that the README names."""
+
+    grpc: str
+    http: str
+
+    def put_into(self, example: str) -> str:
+        return example.replace(GRPC_PORT, self.grpc).replace(f":{HTTP_PORT}", f":{self.http}")
+
+
+def free_ports(count: int) -> list[str]:
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [str(probe.getsockname()[1]) for probe in probes]
+
+
 @pytest.fixture(scope="module")
-def port() -> Iterator[str]:
-    """`make serve` on a free port, until it answers; afterwards it must leave cleanly."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        free = str(probe.getsockname()[1])
+def ports() -> Iterator[Ports]:
+    """`make serve` on free ports, until it answers; afterwards it must leave cleanly."""
+    free = Ports(*free_ports(2))
     serve = blocks("sh")[0].strip()
     assert serve == "make serve"
     process = subprocess.Popen(
-        [*serve.split(), f"PORT={free}"],
+        [*serve.split(), f"PORT={free.grpc}", f"HTTP_PORT={free.http}"],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -44,7 +63,7 @@ def port() -> Iterator[str]:
         start_new_session=True,
     )
     try:
-        with grpc.insecure_channel(f"127.0.0.1:{free}") as channel:
+        with grpc.insecure_channel(f"127.0.0.1:{free.grpc}") as channel:
             grpc.channel_ready_future(channel).result(timeout=200)
             health = health_pb2_grpc.HealthStub(channel)
             for response in health.Watch(health_pb2.HealthCheckRequest(), timeout=200):
@@ -62,10 +81,10 @@ def port() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("index", range(1, len(blocks("sh"))))
-def test_shell_example_runs(index: int, port: str) -> None:
-    command = blocks("sh")[index].replace(PORT, port)
+def test_shell_example_runs(index: int, ports: Ports) -> None:
+    command = ports.put_into(blocks("sh")[index])
     if "--target" not in command:
-        command = command.replace("pyengine.client", f"pyengine.client --target 127.0.0.1:{port}")
+        command = command.replace("pyengine.client", f"pyengine.client --target 127.0.0.1:{ports.grpc}")
     result = shell(command)
     assert result.returncode == 0, result.stderr
     if "capital of France" in command:
@@ -81,17 +100,18 @@ def test_library_example_runs() -> None:
     assert free == total
 
 
-def test_grpc_example_runs(port: str) -> None:
-    (example,) = (b for b in blocks("python") if "import grpc" in b)
-    code = example.replace(PORT, port)
+@pytest.mark.parametrize("library", ["import grpc", "import OpenAI"])
+def test_client_example_runs(library: str, ports: Ports) -> None:
+    (example,) = (b for b in blocks("python") if library in b)
+    code = ports.put_into(example)
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert len(result.stdout) > 10
 
 
 def test_every_example_is_run() -> None:
-    assert len(blocks("python")) == 2
-    assert len(re.findall(r"^```", README, flags=re.MULTILINE)) == 2 * (len(blocks("sh")) + 2 + len(blocks("text")))
+    assert len(blocks("python")) == 3
+    assert len(re.findall(r"^```", README, flags=re.MULTILINE)) == 2 * (len(blocks("sh")) + 3 + len(blocks("text")))
 
 
 def test_links_lead_somewhere() -> None:
