@@ -51,7 +51,7 @@ class EngineArgs:
     swap_space: float = 1.0  # CPU pool for swapped sequences, GiB; its pages are untouched until used
     preemption_mode: PreemptionMode = "auto"  # auto: the cheaper by estimate
     enable_prefix_caching: bool = True  # reuse the KV blocks of equal prompt prefixes
-    static_batching: bool = False  # run each batch to its end before the next starts; only to compare with
+    static_batching: bool = False  # run each batch, rows that ended included, to its end; only to compare with
     seed: int = 0  # of weights that are random and of nothing else: unseeded requests differ
     num_threads: int | None = None  # CPU kernel threads; the process's cores by default
     tensor_parallel_size: int = 1  # devices that share each layer's weights

@@ -51,6 +51,7 @@ class Request:
         "finish_reason",
         "first_scheduled_time",
         "index",
+        "is_padding",
         "is_protected",
         "max_total_tokens",
         "next_prompt_logprob",
@@ -117,6 +118,7 @@ class Request:
 
         self.block_table: BlockTable | None = None  # on the device, or in the CPU pool while SWAPPED
         self.urgency = (0, 0)  # lower runs first: (priority, under that policy; order of arrival)
+        self.is_padding = False  # ended, but its row runs until the static batch ends
         self.is_protected = False  # resumed, and no token generated since: must not be preempted
         # Next prompt position to report logprobs of. The first position has none, and siblings leave it to choice 0.
         wants_prompt_logprobs = sampling_params.prompt_logprobs is not None and index == 0

@@ -101,7 +101,7 @@ class Scheduler:
         ended = []
         for request_id in request_ids:
             request = self.requests.get(request_id)
-            if request is None:
+            if request is None or request.is_padding:
                 continue
             if request.status is RequestStatus.RUNNING:
                 self.running.remove(request)
@@ -162,6 +162,8 @@ class Scheduler:
         output = SchedulerOutput(finished_req_ids=self._finished_req_ids)
         self._finished_req_ids = []
         step = _Step(output, self.config.max_num_batched_tokens)
+        if self.config.static_batching:
+            self._end_padding(num_blocks_needed=len(self.running))
         if self._to_preempt:
             self._preempt_as_asked(step)
         if self.config.policy == "priority" and not self.config.static_batching:
@@ -194,6 +196,9 @@ class Scheduler:
             request = self.requests.get(request_id)
             if request is None or request.status is not RequestStatus.RUNNING:
                 continue  # aborted while the step ran
+            if request.is_padding:
+                self._advance_padding(request, num_tokens, sampled.get(request_id))
+                continue
             if request_id in failed:
                 request.finish_reason = "error"
                 output = SequenceOutput(request_id, [], finish_reason="error", error=failed[request_id])
@@ -219,8 +224,13 @@ class Scheduler:
                 )
             outputs.append(output)
             if request.finish_reason is not None:
-                self._end(request)
                 has_ended = True
+                if self.config.static_batching and request.finish_reason != "error":
+                    request.is_padding = True
+                else:
+                    self._end(request)
+        if self.config.static_batching:
+            self._end_padding(num_blocks_needed=0)
         if has_ended:
             self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]
         return outputs
@@ -229,7 +239,7 @@ class Scheduler:
 
     def _preempt_as_asked(self, step: _Step) -> None:
         for request in reversed(self.running.copy()):
-            if request.request_id in self._to_preempt and not request.is_protected:
+            if request.request_id in self._to_preempt and not (request.is_protected or request.is_padding):
                 self.running.remove(request)
                 self._preempter.preempt(request, step.output)
         self._to_preempt.clear()
@@ -318,6 +328,9 @@ class Scheduler:
     def _preempt_behind(self, index: int, step: _Step) -> bool:
         """Preempt the least urgent running request from `index` on, and say whether there was one."""
         for victim in range(len(self.running) - 1, index - 1, -1):
+            if self.running[victim].is_padding:
+                self._end(self.running.pop(victim))
+                return True
             if not self.running[victim].is_protected:
                 self._preempter.preempt(self.running.pop(victim), step.output)
                 return True
@@ -430,6 +443,24 @@ class Scheduler:
             return []
         request.is_protected = False
         return request.append_output_tokens(token_ids)
+
+    def _advance_padding(self, request: Request, num_tokens: int, token_ids: list[int] | None) -> None:
+        """Static batching: take in a row that has ended. Its tokens are nobody's, and so is a failure."""
+        if token_ids is None:
+            self._end(request)
+        else:
+            self._advance(request, num_tokens)
+            self._append_sampled(request, token_ids)
+
+    def _end_padding(self, num_blocks_needed: int) -> None:
+        """Static batching: a row that has ended is computed on until its batch ends, but never at a live row's cost."""
+        is_over = all(request.is_padding for request in self.running)
+        for request in self.running:
+            is_full = request.num_tokens >= self.config.max_model_len
+            may_end = request.is_padding and not request.is_finished
+            if may_end and (is_over or is_full or self.block_manager.num_free_blocks < num_blocks_needed):
+                self._end(request)
+        self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]
 
     def _end(self, request: Request) -> None:
         if request.block_table is not None:

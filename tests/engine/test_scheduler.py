@@ -165,7 +165,17 @@ def test_a_static_batch_runs_to_its_end_before_the_next() -> None:
     while harness.scheduler.has_unfinished_requests():
         harness.step()
         members.append(list(harness.scheduled()))
-    assert members == [["r0", "r1", "r2"]] * 2 + [["r1"]] * 4 + [["r3", "r4"]] * 2
+    assert members == [["r0", "r1", "r2"]] * 6 + [["r3", "r4"]] * 2, "rows that ended are computed on"
+    harness.check_outputs()
+
+
+def test_a_static_batch_gives_up_ended_rows_when_memory_is_short() -> None:
+    harness = Harness(static_batching=True, num_blocks=4, block_size=4, max_num_seqs=3)
+    for i, length in enumerate((1, 11, 1)):
+        harness.add(f"r{i}", 4, length)
+    harness.run()
+    harness.check_outputs()
+    assert harness.scheduler.stats().num_preemptions_recompute == 0
 
 
 def test_a_static_batch_may_take_several_steps_to_fill() -> None:
