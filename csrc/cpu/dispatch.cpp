@@ -20,6 +20,11 @@ extern const KernelTable kKernelTable;
 namespace avx512 {
 extern const KernelTable kKernelTable;
 }
+namespace avx512_vnni {
+#define PE_DECLARE(name, Params) const char* name(const Params& params);
+PE_CPU_VNNI_KERNELS(PE_DECLARE)
+#undef PE_DECLARE
+}  // namespace avx512_vnni
 #endif
 
 namespace {
@@ -28,6 +33,19 @@ struct IsaList {
   IsaEntry entries[kMaxIsas];
   int size;
 };
+
+#if defined(PE_HAVE_X86_ISAS)
+const KernelTable& vnni_table() {
+  static const KernelTable table = [] {
+    KernelTable t = avx512::kKernelTable;
+#define PE_REPLACE(name, Params) t.name = &avx512_vnni::name;
+    PE_CPU_VNNI_KERNELS(PE_REPLACE)
+#undef PE_REPLACE
+    return t;
+  }();
+  return table;
+}
+#endif
 
 const IsaList& isa_list() {
   static const IsaList list = [] {
@@ -41,6 +59,7 @@ const IsaList& isa_list() {
 #endif
     l.entries[l.size++] = {"avx2", &avx2::kKernelTable, emulated || features().avx2};
     l.entries[l.size++] = {"avx512", &avx512::kKernelTable, emulated || features().avx512};
+    l.entries[l.size++] = {"avx512_vnni", &vnni_table(), emulated || features().avx512_vnni};
 #endif
     return l;
   }();

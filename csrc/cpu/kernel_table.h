@@ -8,23 +8,30 @@
 #include "../attention/params.h"
 #include "../cache/params.h"
 #include "../layers/params.h"
+#include "../quantization/params.h"
 #include "../sampling/params.h"
 
 // X(name, parameter struct). A kernel returns nullptr, or a static text that says what it does not support.
-#define PE_CPU_KERNELS(X)                         \
-  X(paged_attention, PagedAttentionParams)        \
-  X(merge_attention_states, MergeAttentionParams) \
-  X(reshape_and_cache, ReshapeAndCacheParams)     \
-  X(copy_blocks, CopyBlocksParams)                \
-  X(swap_blocks, SwapBlocksParams)                \
-  X(rms_norm, RmsNormParams)                      \
-  X(rotary_embedding, RotaryParams)               \
-  X(act_and_mul, ActAndMulParams)                 \
-  X(pack_linear_weight, PackLinearParams)         \
-  X(linear, LinearParams)                         \
-  X(apply_penalties, PenaltiesParams)             \
-  X(apply_bitmask, BitmaskParams)                 \
+#define PE_CPU_KERNELS(X)                          \
+  X(paged_attention, PagedAttentionParams)         \
+  X(merge_attention_states, MergeAttentionParams)  \
+  X(reshape_and_cache, ReshapeAndCacheParams)      \
+  X(copy_blocks, CopyBlocksParams)                 \
+  X(swap_blocks, SwapBlocksParams)                 \
+  X(rms_norm, RmsNormParams)                       \
+  X(rotary_embedding, RotaryParams)                \
+  X(act_and_mul, ActAndMulParams)                  \
+  X(pack_linear_weight, PackLinearParams)          \
+  X(linear, LinearParams)                          \
+  X(pack_quantized_weight, PackQuantizedParams)    \
+  X(quantized_embedding, QuantizedEmbeddingParams) \
+  X(quantized_linear, QuantizedLinearParams)       \
+  X(apply_penalties, PenaltiesParams)              \
+  X(apply_bitmask, BitmaskParams)                  \
   X(sample_top_k_top_p, SampleParams)
+
+// Those that instruction set avx512_vnni has versions of its own of; the others are avx512's.
+#define PE_CPU_VNNI_KERNELS(X) X(quantized_linear, QuantizedLinearParams)
 
 namespace pyengine::cpu {
 
@@ -36,7 +43,7 @@ struct KernelTable {
 
 // One per instruction set that this build has kernels for, from the plainest to the widest.
 struct IsaEntry {
-  const char* name;  // scalar, avx2, avx512
+  const char* name;  // scalar, avx2, avx512, avx512_vnni
   const KernelTable* table;
   bool supported;  // by this machine
 };

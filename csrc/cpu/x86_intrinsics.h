@@ -46,6 +46,10 @@ PE_JOIN(pe_join_si256, simde__m256i, simde__m128i)
 #define _mm512_cvtepu16_epi32(x) \
   pe_join_si512(_mm256_cvtepu16_epi32(pe_half_si256(x, 0)), _mm256_cvtepu16_epi32(pe_half_si256(x, 1)))
 #define _mm512_cvtepi8_epi32(x) pe_join_si512(_mm256_cvtepi8_epi32(x), _mm256_cvtepi8_epi32(_mm_srli_si128(x, 8)))
+#undef _mm512_madd_epi16
+#define _mm512_madd_epi16(x, y)                                              \
+  pe_join_si512(_mm256_madd_epi16(pe_half_si512(x, 0), pe_half_si512(y, 0)), \
+                _mm256_madd_epi16(pe_half_si512(x, 1), pe_half_si512(y, 1)))
 static inline simde__m256i pe_truncate_epi32_epi16(simde__m512i x) {
   uint32_t words[16];
   uint16_t halves[16];

@@ -17,7 +17,10 @@ from pyengine.ops._signatures import (
     LinearOp,
     MergeAttentionStates,
     PackLinearWeight,
+    PackQuantizedWeight,
     PagedAttention,
+    QuantizedEmbedding,
+    QuantizedLinear,
     ReshapeAndCache,
     RmsNorm,
     RotaryEmbeddingOp,
@@ -53,8 +56,12 @@ class Ops:
     apply_penalties: ApplyPenalties
     apply_bitmask: ApplyBitmask
     sample_top_k_top_p: SampleTopKTopP
-    pack_linear_weight: PackLinearWeight  # CPU tensors only, also in the sets of other devices
-    linear: LinearOp  # CPU tensors only, also in the sets of other devices
+    # CPU tensors only, also in the sets of other devices:
+    pack_linear_weight: PackLinearWeight
+    linear: LinearOp
+    pack_quantized_weight: PackQuantizedWeight
+    quantized_linear: QuantizedLinear
+    quantized_embedding: QuantizedEmbedding
 
 
 @cache

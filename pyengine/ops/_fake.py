@@ -27,7 +27,13 @@ DEVICE_OPS: tuple[str, ...] = (
     "sample_top_k_top_p",
 )
 #: Ops of namespace `pyengine` alone: matrix products for the CPU.
-CPU_OPS: tuple[str, ...] = ("pack_linear_weight", "linear")
+CPU_OPS: tuple[str, ...] = (
+    "pack_linear_weight",
+    "linear",
+    "pack_quantized_weight",
+    "quantized_linear",
+    "quantized_embedding",
+)
 
 
 def register_fakes(namespace: str) -> None:

@@ -281,3 +281,43 @@ class LinearOp(Protocol):
             packed_weight: [ceil(out_features / 16), in_features, 16], see `pack_linear_weight`.
             bias: [out_features].
         """
+
+
+class PackQuantizedWeight(Protocol):
+    def __call__(self, packed: Tensor, weight: Tensor, format: str) -> None:
+        """Rearrange a weight's GGUF blocks for `quantized_linear`; no value changes. CPU only.
+
+        Args:
+            packed: uint8 [ceil(out_features / 16), in_features / block size, tile bytes], written; csrc/quantization/params.h
+                has the layout.
+            weight: uint8 [out_features, row bytes], the blocks as the file has them; the row stride free.
+            format: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 (blocks of 32), Q4_K, Q5_K or Q6_K (blocks of 256).
+        """
+
+
+class QuantizedLinear(Protocol):
+    def __call__(self, out: Tensor, input: Tensor, packed_weight: Tensor, format: str, bias: Tensor | None = None) -> None:
+        """out = input weight^T + bias with each row of input rounded to int8, one scale for 32 values. CPU only.
+
+        Products of 32 values are exact integers, and their scaled sums are added in the order of k, whatever the number of
+        rows is. A row with a NaN or an infinity gives NaN.
+
+        Args:
+            out: [num_tokens, out_features], written; in input's type or fp32.
+            input: [num_tokens, in_features], the token stride free.
+            packed_weight: see `pack_quantized_weight`.
+            format: packed_weight's.
+            bias: [out_features].
+        """
+
+
+class QuantizedEmbedding(Protocol):
+    def __call__(self, out: Tensor, indices: Tensor, packed_weight: Tensor, format: str) -> None:
+        """out[i] = row indices[i] of the weight, dequantised. CPU only.
+
+        Args:
+            out: [num_tokens, in_features], written; fp32, fp16 or bf16.
+            indices: int64 [num_tokens].
+            packed_weight: see `pack_quantized_weight`.
+            format: packed_weight's.
+        """

@@ -12,6 +12,8 @@ from torch import Tensor
 from pyengine.ops import Ops, get_ops, load_core
 
 CPU_ISAS = ("scalar", "avx2", "avx512")
+#: Those of the quantised kernels; avx512_vnni takes every other kernel from avx512.
+QUANTIZED_ISAS = (*CPU_ISAS, "avx512_vnni")
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,11 @@ def backend(request: pytest.FixtureRequest) -> Iterator[KernelBackend]:
 
 @pytest.fixture(params=[f"cpu-{isa}" for isa in CPU_ISAS])
 def cpu_backend(request: pytest.FixtureRequest) -> Iterator[KernelBackend]:
+    yield from _use_backend(request.param)
+
+
+@pytest.fixture(params=[f"cpu-{isa}" for isa in QUANTIZED_ISAS])
+def quantized_backend(request: pytest.FixtureRequest) -> Iterator[KernelBackend]:
     yield from _use_backend(request.param)
 
 

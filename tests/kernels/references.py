@@ -148,3 +148,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [rows, in] times weight [out, in] transposed, plus bias [out]; float64."""
     out = x.to(torch.float64) @ weight.to(torch.float64).T
     return out if bias is None else out + bias.to(torch.float64)
+
+
+def quantized_rows(x: Tensor) -> Tensor:
+    """x [rows, in] rounded to int8 in blocks of 32 as `quantized_linear` does it, back in float64."""
+    blocks = x.to(torch.float32).reshape(len(x), -1, 32)
+    magnitude = blocks.abs().amax(-1, keepdim=True)
+    scale, inverse = magnitude / 127, torch.full_like(magnitude, 127.0) / magnitude  # 127 / x would round twice
+    rounded = torch.where(magnitude < 2**-100, 0, torch.round(blocks * inverse))
+    return (rounded.to(torch.float64) * scale.to(torch.float64)).reshape(x.shape)

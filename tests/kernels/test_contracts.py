@@ -51,8 +51,11 @@ def test_registered_schemas_equal_the_documented(namespace: str) -> None:
 
 
 def test_emulated_lacks_what_the_document_says() -> None:
-    assert "`pack_linear_weight` and `linear` are for CPU tensors and in `pyengine` alone" in ARCHITECTURE
-    assert registered("pyengine").keys() - registered("pyengine_emulated").keys() == {"pack_linear_weight", "linear"}
+    assert (
+        "The ops of matrix products (from `pack_linear_weight` on) are for CPU tensors and in `pyengine` alone" in ARCHITECTURE
+    )
+    assert registered("pyengine").keys() - registered("pyengine_emulated").keys() == set(CPU_OPS)
+    assert CPU_OPS[0] == "pack_linear_weight"
 
 
 def test_ops_has_a_field_for_each_op() -> None:
@@ -80,6 +83,10 @@ def kv_caches(namespace: str) -> tuple[torch.Tensor, torch.Tensor]:
     """k_cache and v_cache [3, 2, 16, 32], K dimension-major for CPU kernels."""
     k_cache = torch.randn(3, 2, 32, 16).transpose(2, 3) if namespace == "pyengine" else torch.randn(3, 2, 16, 32)
     return k_cache, torch.randn(3, 2, 16, 32)
+
+
+def uint8(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 60, shape, dtype=torch.uint8)  # as fp16 these are finite
 
 
 def sample_inputs(namespace: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
@@ -148,6 +155,9 @@ def sample_inputs(namespace: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
         "gelu_and_mul": lambda: (torch.empty(3, 20), torch.randn(3, 40), False),
         "pack_linear_weight": lambda: (torch.empty(2, 24, 16), torch.randn(20, 24)),
         "linear": lambda: (torch.empty(3, 20), torch.randn(3, 24), torch.randn(2, 24, 16), torch.randn(20)),
+        "pack_quantized_weight": lambda: (uint8(2, 3, 544), uint8(20, 3 * 34), "Q8_0"),
+        "quantized_linear": lambda: (torch.empty(3, 20), torch.randn(3, 96), uint8(2, 3, 544), "Q8_0", torch.randn(20)),
+        "quantized_embedding": lambda: (torch.empty(3, 96), torch.tensor([0, 7, 20]), uint8(2, 3, 544), "Q8_0"),
     }
 
 

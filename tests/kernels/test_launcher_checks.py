@@ -29,6 +29,10 @@ def int64(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int64)
 
 
+def uint8(*shape: int) -> Tensor:
+    return torch.zeros(*shape, dtype=torch.uint8)
+
+
 def key_cache(num_blocks: int = 3, heads: int = 2, block_size: int = 16, head_dim: int = 32) -> Tensor:
     """Dimension-major, which the CPU wants; the emulated launcher leaves strides to its kernels."""
     return torch.zeros(num_blocks, heads, head_dim, block_size).transpose(2, 3)
@@ -122,6 +126,20 @@ def valid_args() -> dict[str, Args]:
             "input": torch.zeros(3, 24),
             "packed_weight": torch.zeros(2, 24, 16),
             "bias": torch.zeros(20),
+        },
+        "pack_quantized_weight": {"packed": uint8(2, 3, 544), "weight": uint8(20, 3 * 34), "format": "Q8_0"},
+        "quantized_linear": {
+            "out": torch.zeros(3, 20),
+            "input": torch.zeros(3, 96),
+            "packed_weight": uint8(2, 3, 544),
+            "format": "Q8_0",
+            "bias": torch.zeros(20),
+        },
+        "quantized_embedding": {
+            "out": torch.zeros(3, 96),
+            "indices": int64(0, 19, 31),
+            "packed_weight": uint8(2, 3, 544),
+            "format": "Q8_0",
         },
     }
 
@@ -220,6 +238,26 @@ CASES: list[tuple[str, str, Any, str]] = [
     ("linear", "out", torch.zeros(3, 20).half(), "out is Half, input is Float"),
     ("linear", "bias", torch.zeros(32), "bias has out_features 32, out has 20"),
     ("linear", "bias", torch.zeros(20).half(), "bias is Half, input is Float"),
+    ("pack_quantized_weight", "format", "Q3_K", "format is 'Q3_K', it must be one of Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K"),
+    ("pack_quantized_weight", "format", "Q4_1", "packed has tile_bytes 544, Q4_1 has 320"),
+    ("pack_quantized_weight", "packed", uint8(1, 3, 544), "packed has 1 panels, weight with 20 output features needs 2"),
+    ("pack_quantized_weight", "packed", torch.zeros(2, 3, 544), "packed is Float, it must be Byte"),
+    ("pack_quantized_weight", "packed", uint8(4, 3, 544)[::2], "packed must be dense from dimension 0 on"),
+    ("pack_quantized_weight", "weight", uint8(20, 96), "weight has row bytes 96, packed has 102"),
+    ("pack_quantized_weight", "weight", torch.zeros(20, 96), "weight is Float, it must be Byte"),
+    ("quantized_linear", "format", "q8_0", "format is 'q8_0', it must be one of"),
+    ("quantized_linear", "format", "Q6_K", "packed_weight has tile_bytes 544, Q6_K has 3360"),
+    ("quantized_linear", "input", torch.zeros(3, 64), "input has in_features 64, packed_weight has 96"),
+    ("quantized_linear", "input", torch.zeros(3, 192)[:, ::2], "input must be dense from dimension 1 on"),
+    ("quantized_linear", "out", torch.zeros(3, 40), "packed_weight has 2 panels, out with 40 output features needs 3"),
+    ("quantized_linear", "out", torch.zeros(2, 20), "out has num_tokens 2, input has 3"),
+    ("quantized_linear", "out", torch.zeros(3, 20).half(), "out is Half, input is Float"),
+    ("quantized_linear", "bias", torch.zeros(32), "bias has out_features 32, out has 20"),
+    ("quantized_linear", "bias", torch.zeros(20).half(), "bias is Half, input is Float"),
+    ("quantized_embedding", "indices", int64(0, 32, 1), "indices[1] is 32, it must be in [0, 32)"),
+    ("quantized_embedding", "indices", int64(0, -1, 1), "indices[1] is -1, it must be in [0, 32)"),
+    ("quantized_embedding", "indices", int64(0, 1), "out has num_tokens 3, indices has 2"),
+    ("quantized_embedding", "out", torch.zeros(3, 64), "out has in_features 64, packed_weight has 96"),
 ]  # fmt: skip
 
 

@@ -1,0 +1,143 @@
+// out = input * weight^T + bias with a packed quantised weight and the input rounded to int8.
+//
+// Rows are cut into even tiles of at most kMaxRows and quantised into records; one unit of work is a group of panels times a
+// block of row tiles that stays in the second-level cache while the panels pass by.
+#include "../../cpu/parallel.h"
+#include "../../cpu/with_type.h"
+#include "quantized_tile.h"
+
+namespace pyengine::cpu {
+namespace PE_ISA {
+namespace {
+
+constexpr int64_t kRowBlockBytes = 192 * 1024;  // records that a unit of work walks for each panel
+constexpr int64_t kSerialLimit = 16 * 1024;     // values; below, waking threads costs more than quantising
+constexpr int64_t kUnitProducts = 1024 * 1024;  // a unit of work has about so many at least
+constexpr int kUnitsPerThread = 6;              // and there are about so many for each thread
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
+int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// How the rows and columns are cut.
+struct Plan {
+  int num_tiles, rows, larger;  // the first `larger` row tiles have rows + 1 rows, the others `rows`
+  int block_tiles, num_blocks;  // row tiles of a unit of work
+  int num_panels, group_panels, num_groups;
+
+  Plan(const QuantizedLinearParams& p, int64_t row_bytes) {
+    num_tiles = static_cast<int>(ceil_div(p.num_tokens, kMaxRows));
+    rows = p.num_tokens / num_tiles;
+    larger = p.num_tokens % num_tiles;
+    const int64_t fit = max_of(1, kRowBlockBytes / max_of(1, row_bytes * (rows + 1)));
+    num_blocks = static_cast<int>(ceil_div(num_tiles, fit));
+    block_tiles = static_cast<int>(ceil_div(num_tiles, num_blocks));
+    num_panels = static_cast<int>(ceil_div(p.out_features, kQuantPanel));
+    const int64_t block_rows = ceil_div(p.num_tokens, num_blocks);
+    const int64_t enough = ceil_div(kUnitProducts, max_of(1, block_rows * p.in_features * kQuantPanel));
+    const int64_t even = ceil_div(int64_t{num_panels} * num_blocks, int64_t{kUnitsPerThread} * get_num_threads());
+    group_panels = static_cast<int>(min_of(num_panels, max_of(enough, even)));
+    num_groups = static_cast<int>(ceil_div(num_panels, group_panels));
+  }
+  int rows_of(int tile) const { return rows + (tile < larger); }
+  int first_row(int tile) const { return tile * rows + (tile < larger ? tile : larger); }
+};
+
+template <class F, int R = 1>
+void run_tile(int rows, const QuantizedTileArgs& args) {
+  if constexpr (R < kMaxRows) {
+    if (rows > R) return run_tile<F, R + 1>(rows, args);
+  }
+  QuantizedTile<F>::template run<R>(args);
+}
+
+template <class Out, class In>
+void write_row(const float* c, const In* bias, int columns, Out* out) {
+  for (int j = 0; j < columns; j += kLanes) {
+    VecF value = load(c + j);
+    if (bias != nullptr) value += load_partial(bias + j, columns - j);
+    store_partial(out + j, value, columns - j);
+  }
+}
+
+template <class F, class In>
+class Multiplication {
+ public:
+  Multiplication(const QuantizedLinearParams& p, const Plan& plan, uint8_t* records) : p_(p), plan_(plan), records_(records) {}
+
+  void quantize() const {
+    const auto quantize_tile = [&](int64_t i, int) {
+      const int tile = static_cast<int>(i), first = plan_.first_row(tile);
+      quantize_rows<F>(static_cast<const In*>(p_.input) + first * p_.input_stride, p_.input_stride, plan_.rows_of(tile),
+                       p_.in_features, tile_records(tile));
+    };
+    if (int64_t{p_.num_tokens} * p_.in_features <= kSerialLimit) {
+      for (int tile = 0; tile < plan_.num_tiles; tile++) quantize_tile(tile, 0);
+    } else {
+      parallel_for(plan_.num_tiles, quantize_tile);
+    }
+  }
+
+  template <class Out>
+  void run(int64_t unit) const {
+    const int group = static_cast<int>(unit % plan_.num_groups), block = static_cast<int>(unit / plan_.num_groups);
+    const int end_panel = static_cast<int>(min_of(plan_.num_panels, int64_t{group + 1} * plan_.group_panels));
+    const int end_tile = static_cast<int>(min_of(plan_.num_tiles, int64_t{block + 1} * plan_.block_tiles));
+    const int num_blocks = p_.in_features / F::kBlockSize;
+    alignas(64) float c[kMaxRows * kQuantPanel];
+    for (int panel = group * plan_.group_panels; panel < end_panel; panel++) {
+      const uint8_t* tiles = static_cast<const uint8_t*>(p_.weight) + int64_t{panel} * num_blocks * F::kTileBytes;
+      for (int tile = block * plan_.block_tiles; tile < end_tile; tile++) {
+        run_tile<F>(plan_.rows_of(tile), QuantizedTileArgs{tiles, tile_records(tile), num_blocks, c});
+        write<Out>(c, plan_.first_row(tile), plan_.rows_of(tile), panel * kQuantPanel);
+      }
+    }
+  }
+
+ private:
+  uint8_t* tile_records(int tile) const {
+    return records_ + record_bytes<F>(plan_.first_row(tile)) * (p_.in_features / kSubBlock);
+  }
+
+  template <class Out>
+  void write(const float* c, int first_row, int rows, int column) const {
+    const int columns = static_cast<int>(min_of(kQuantPanel, p_.out_features - column));
+    const In* bias = p_.bias != nullptr ? static_cast<const In*>(p_.bias) + column : nullptr;
+    Out* out = static_cast<Out*>(p_.out) + first_row * p_.out_stride + column;
+    for (int r = 0; r < rows; r++) write_row(c + r * kQuantPanel, bias, columns, out + r * p_.out_stride);
+  }
+
+  const QuantizedLinearParams& p_;
+  const Plan& plan_;
+  uint8_t* records_;
+};
+
+template <class F, class In>
+const char* multiply(const QuantizedLinearParams& p) {
+  const int64_t row_bytes = record_bytes<F>(1) * (p.in_features / kSubBlock);
+  const Plan plan(p, row_bytes);
+  const Multiplication<F, In> work(p, plan, static_cast<uint8_t*>(shared_scratch(row_bytes * p.num_tokens)));
+  work.quantize();
+  const int64_t units = int64_t{plan.num_groups} * plan.num_blocks;
+  if (p.out_dtype == DType::kF32) {
+    parallel_for(units, [&](int64_t unit, int) { work.template run<float>(unit); });
+  } else if (p.out_dtype == p.dtype) {
+    parallel_for(units, [&](int64_t unit, int) { work.template run<In>(unit); });
+  } else {
+    return "quantized_linear's output must have the input's type or fp32";
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+const char* quantized_linear(const QuantizedLinearParams& p) {
+  if (p.num_tokens == 0 || p.out_features == 0) return nullptr;
+  return with_format(p.format, [&](auto format) {
+    using F = decltype(format);
+    return with_float_type(p.dtype, [&](auto in) { return multiply<F, decltype(in)>(p); });
+  });
+}
+
+}  // namespace PE_ISA
+}  // namespace pyengine::cpu

@@ -1,0 +1,69 @@
+// Arguments of the quantised matrix kernels, and the formats that they know. Strides are in elements.
+#pragma once
+#include "../common/dtype.h"
+
+namespace pyengine {
+
+// Block formats of GGUF files (ggml-common.h of ggml gives their layouts). A value is scale * q, or scale * q + minimum.
+enum class QuantFormat : int32_t { kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K, kQ6_K };
+
+struct QuantFormatInfo {
+  const char* name;
+  int32_t block_size;   // values of one row that the file stores together
+  int32_t block_bytes;  // what such a block takes in the file
+  int32_t tile_bytes;   // what 16 of them, one from each of 16 rows, take once packed
+};
+
+// By QuantFormat.
+static constexpr QuantFormatInfo kQuantFormats[] = {
+    {"Q4_0", 32, 18, 288}, {"Q4_1", 32, 20, 320},    {"Q5_0", 32, 22, 352},    {"Q5_1", 32, 24, 384},
+    {"Q8_0", 32, 34, 544}, {"Q4_K", 256, 144, 2368}, {"Q5_K", 256, 176, 2880}, {"Q6_K", 256, 210, 3360},
+};
+constexpr int kNumQuantFormats = 8;
+constexpr int kQuantPanel = 16;  // output features in one tile
+
+// A packed weight is [ceil(out / 16), in / block_size, tile_bytes]: a tile holds one block of each of 16 rows ("columns", since
+// they are columns of the output); absent rows are zero. Inside it, in this order:
+//   Blocks of 256 only: fp16 scale[16], and where the format has minima, fp16 minimum[16] (the file's with its sign changed).
+//   For each 32 values:
+//     4, 5, 6 bits: low[4][64]: byte 4 c + j of low[h] holds column c's value 4 h + j in its lower half, 16 + 4 h + j in its upper.
+//     5 bits:       high[64]: bit g of byte 4 c + j is the fifth bit of value 4 g + j.
+//     6 bits:       high[2][64]: bits 2 h and 2 h + 1 of byte 4 c + j of high[i] are the upper ones of value 16 i + 4 h + j.
+//     8 bits:       q[8][64]: byte 4 c + j of q[g] is value 4 g + j, plus 128.
+//     Blocks of 32:  fp16 scale[16], and where the format has minima, fp16 minimum[16].
+//     Blocks of 256: two int8[16], factors of the tile's: the scale, and the minimum or (Q6_K) the scale of the last 16 values.
+
+struct PackQuantizedParams {
+  void* packed;        // as above
+  const void* weight;  // [out_features, in_features / block_size * block_bytes] bytes, as the file has them
+  int64_t weight_stride;
+  int32_t in_features, out_features;
+  QuantFormat format;
+};
+
+// out = input * weight^T + bias. Each row of the input is rounded to int8, one scale for 32 values: scale = max |x| / 127. Dot
+// products of 32 values are exact integers; they are scaled and summed in the order of k in fp32, whatever the number of rows
+// is. A block without a magnitude above 2^-100 counts as zero; a row with a NaN or an infinity gives NaN.
+struct QuantizedLinearParams {
+  void* out;           // [num_tokens, out_features], out_dtype
+  const void* input;   // [num_tokens, in_features], dtype
+  const void* weight;  // packed
+  const void* bias;    // [out_features], dtype; or null
+  int64_t out_stride, input_stride;
+  int32_t num_tokens, in_features, out_features;
+  DType dtype, out_dtype;
+  QuantFormat format;
+};
+
+// out[i] = row indices[i] of the weight, dequantised.
+struct QuantizedEmbeddingParams {
+  void* out;               // [num_tokens, in_features], dtype
+  const int64_t* indices;  // [num_tokens], checked
+  const void* weight;      // packed
+  int64_t out_stride;
+  int32_t num_tokens, in_features;
+  DType dtype;
+  QuantFormat format;
+};
+
+}  // namespace pyengine
