@@ -26,7 +26,7 @@ constexpr int kQuantPanel = 16;  // output features in one tile
 // they are columns of the output); absent rows are zero. Inside it, in this order:
 //   Blocks of 256 only: fp16 scale[16], and where the format has minima, fp16 minimum[16] (the file's with its sign changed).
 //   For each 32 values:
-//     4, 5, 6 bits: low[4][64]: byte 4 c + j of low[h] holds column c's value 4 h + j in its lower half, 16 + 4 h + j in its upper.
+//     4, 5, 6 bits: low[4][64]: byte 4 c + j of low[h] has column c's value 4 h + j in its lower half, 16 + 4 h + j above.
 //     5 bits:       high[64]: bit g of byte 4 c + j is the fifth bit of value 4 g + j.
 //     6 bits:       high[2][64]: bits 2 h and 2 h + 1 of byte 4 c + j of high[i] are the upper ones of value 16 i + 4 h + j.
 //     8 bits:       q[8][64]: byte 4 c + j of q[g] is value 4 g + j, plus 128.
