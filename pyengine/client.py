@@ -11,10 +11,12 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
 
+from pyengine.server.auth import KEY_VARIABLE
 from pyengine.server.proto import inference_pb2 as pb
 from pyengine.server.proto import inference_pb2_grpc as rpc
 
@@ -54,6 +56,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="give up after this long")
     parser.add_argument("--model", metavar="NAME", help="refuse to be answered by any other model")
     parser.add_argument("--priority", type=int, metavar="N", help="lower runs first")
+    parser.add_argument("--tls-ca", metavar="FILE", help="speak TLS and trust the certificates that these sign, PEM")
+    parser.add_argument("--tls-cert", metavar="FILE", help="mutual TLS: this client's certificate, PEM")
+    parser.add_argument("--tls-key", metavar="FILE", help="mutual TLS: its key, PEM")
     parser.add_argument("--request-id", metavar="ID", help="a name for the server's log")
     group = parser.add_argument_group("Sampling")
     for name, (kind, text) in _SAMPLING_FLAGS.items():
@@ -138,6 +143,20 @@ def _choice_as_json(choice: pb.Choice) -> dict[str, Any]:
     return result
 
 
+def connect(flags: argparse.Namespace) -> grpc.Channel:
+    """A channel to the server that the flags name.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    unlimited = [("grpc.max_receive_message_length", -1)]  # logprobs of long outputs are large
+    if flags.tls_ca is None:
+        return grpc.insecure_channel(flags.target, options=unlimited)
+    files = (flags.tls_ca, flags.tls_key, flags.tls_cert)
+    ca, key, certificate = (None if name is None else Path(name).read_bytes() for name in files)
+    return grpc.secure_channel(flags.target, grpc.ssl_channel_credentials(ca, key, certificate), options=unlimited)
+
+
 def _explain(error: grpc.RpcError, target: str) -> str:
     code, details = error.code(), error.details()
     if code is grpc.StatusCode.UNAVAILABLE and "failed to connect" in details:
@@ -149,6 +168,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, or 1 with one line on stderr if the call failed, or 130 after Ctrl-C."""
     parser = make_parser()
     flags = parser.parse_args(argv)
+    if (flags.tls_cert is None) != (flags.tls_key is None) or (flags.tls_cert is not None and flags.tls_ca is None):
+        parser.error("--tls-cert and --tls-key go together, with --tls-ca")
     if flags.system is not None and not flags.chat:
         parser.error("--system needs --chat")
     if flags.prompt is None and sys.stdin.isatty():
@@ -158,14 +179,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         request = make_request(flags, prompt)
     except (ValueError, TypeError) as error:  # a number beyond its protobuf type
         parser.error(str(error))
-    unlimited = [("grpc.max_receive_message_length", -1)]  # logprobs of long outputs are large
+    key = os.environ.get(KEY_VARIABLE)
+    options: dict[str, Any] = {"timeout": flags.timeout, "metadata": key and [("authorization", f"Bearer {key}")]}
     try:
-        with grpc.insecure_channel(flags.target, options=unlimited) as channel:
+        channel = connect(flags)
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    try:
+        with channel:
             stub = rpc.InferenceStub(channel)
             if flags.json:
-                print(json.dumps(as_json(stub.Complete(request, timeout=flags.timeout))))
+                print(json.dumps(as_json(stub.Complete(request, **options))))
             else:
-                stream(stub.Generate(request, timeout=flags.timeout), request.sampling.n or 1)
+                stream(stub.Generate(request, **options), request.sampling.n or 1)
     except grpc.RpcError as error:
         print(f"error: {_explain(error, flags.target)}", file=sys.stderr)
         return 1

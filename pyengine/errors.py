@@ -38,6 +38,13 @@ class UnsupportedError(PyEngineError):
         super().__init__(f"{field}: {message}")
 
 
+class UnauthenticatedError(PyEngineError):
+    """The call has no API key that the server accepts."""
+
+    grpc_status = "UNAUTHENTICATED"
+    http_status = 401
+
+
 class NotFoundError(PyEngineError):
     """An unknown model or request id."""
 
@@ -100,6 +107,7 @@ class ModelLoadError(PyEngineError):
 ALL_ERRORS: tuple[type[PyEngineError], ...] = (
     InvalidRequestError,
     UnsupportedError,
+    UnauthenticatedError,
     NotFoundError,
     DeadlineExceededError,
     OverloadedError,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from pyengine.config import EngineArgs
 from pyengine.errors import ConfigError, PyEngineError
+from pyengine.server.auth import KEY_VARIABLE, load_api_keys
 from pyengine.server.flags import LOG_LEVELS, in_flag_terms, parse_flags
 
 if TYPE_CHECKING:
@@ -28,12 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         engine_args, server_args = parse_flags(argv)
+        keys = load_api_keys(server_args.api_key_file, os.environ.get(KEY_VARIABLE))
         _configure_logging(server_args.log_level or os.environ.get("PYENGINE_LOG_LEVEL") or "info")
         # Only now that the flags are known to be right: torch and grpc take seconds to import.
         from pyengine.server.lifecycle import LOADER_THREAD, InferenceServer, run
 
         async def serve() -> int:
-            server = InferenceServer(server_args, _engine_factory(engine_args), _version())
+            server = InferenceServer(server_args, _engine_factory(engine_args), _version(), keys)
             return await run(server, announce=_announce, stop_now=_stop_now)
 
         code = asyncio.run(serve())
@@ -67,7 +69,7 @@ def _announce(server: InferenceServer) -> None:
     # Not log lines: whoever asked for port 0 needs them at any log level.
     print(f"serving on {server.address}", file=sys.stderr, flush=True)
     for name, http_port in server.http_ports.items():
-        print(f"serving {name} on http://{http_port.address}", file=sys.stderr, flush=True)
+        print(f"serving {name} on {http_port.url}", file=sys.stderr, flush=True)
 
 
 def _configure_logging(level: str) -> None:

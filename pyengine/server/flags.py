@@ -32,6 +32,10 @@ class ServerArgs:
     request_timeout: float | None = None  # seconds that a request may take; unlimited by default
     shutdown_timeout: float = 30.0  # seconds that running requests get to finish after SIGTERM
     watchdog_timeout: float = 60.0  # seconds that requests may wait without a step before health turns NOT_SERVING
+    api_key_file: str | None = None  # API keys, one a line; PYENGINE_API_KEY holds another; calls need none by default
+    ssl_certfile: str | None = None  # TLS: certificate chain, PEM
+    ssl_keyfile: str | None = None  # TLS: the certificate's key, PEM
+    ssl_ca_certs: str | None = None  # mutual TLS: clients must show a certificate that one of these signed, PEM
     trust_request_chat_template: bool = False  # let clients send chat templates, which are programs
     log_level: LogLevel | None = None  # PYENGINE_LOG_LEVEL or info by default
 
@@ -40,6 +44,11 @@ class ServerArgs:
             port = getattr(self, name)
             if port is not None and not 0 <= port < 2**16:
                 raise ConfigError(name, f"must be in [0, 65535], got {port}")
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            missing = "ssl_keyfile" if self.ssl_keyfile is None else "ssl_certfile"
+            raise ConfigError(missing, "a certificate and its key go together")
+        if self.ssl_ca_certs is not None and self.ssl_certfile is None:
+            raise ConfigError("ssl_ca_certs", "needs ssl_certfile and ssl_keyfile")
         if self.request_timeout is not None and not 0 < self.request_timeout < 1e6:
             raise ConfigError("request_timeout", f"must be more than 0 seconds, got {self.request_timeout}")
         if not 1024 <= self.max_message_bytes < 2**31:

@@ -23,16 +23,20 @@ from pyengine.errors import UnavailableError
 from pyengine.inputs import TokensPrompt
 from pyengine.sampling_params import RequestOutputKind, SamplingParams
 from pyengine.server.address import LOOPBACK, check_address, join_address
+from pyengine.server.auth import ApiKeys
 from pyengine.server.engine_client import EngineClient
 from pyengine.server.flags import ServerArgs
 from pyengine.server.frontend import Frontend, State
 from pyengine.server.http.port import HttpPort
 from pyengine.server.http.status import status_app
+from pyengine.server.interceptor import ApiKeyInterceptor
 from pyengine.server.servicer import SERVICE_NAME, InferenceServicer, add_to_server
+from pyengine.server.tls import TlsFiles
 
 logger = logging.getLogger(__name__)
 
 SERVICES = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+NO_KEYS = ApiKeys()
 LOADER_THREAD = "load-model"
 ENGINE_POLL_SECONDS = 1.0
 #: For handlers to send their last status once the drain time is over.
@@ -40,9 +44,21 @@ STOP_GRACE_SECONDS = 1.0
 
 
 class InferenceServer:
-    """One engine, a gRPC port, and others that are asked for. `load` is to follow `bind`, and `close` everything."""
+    """One engine, a gRPC port, and others that are asked for. `load` is to follow `bind`, and `close` everything.
 
-    def __init__(self, args: ServerArgs, make_engine: Callable[[], EngineClient], version: str) -> None:
+    Args:
+        args: what the user set.
+        make_engine: loads the model; in a thread.
+        version: of this program.
+        keys: that calls must have.
+
+    Raises:
+        ConfigError: the TLS files cannot be used.
+    """
+
+    def __init__(
+        self, args: ServerArgs, make_engine: Callable[[], EngineClient], version: str, keys: ApiKeys = NO_KEYS
+    ) -> None:
         self.args = args
         self.port = 0  # set by bind
         self.failed = asyncio.Event()  # the engine is dead
@@ -57,18 +73,26 @@ class InferenceServer:
             trust_chat_template=args.trust_request_chat_template,
             on_engine_dead=lambda error: self.failed.set(),
         )
+        self._keys = keys
+        self._tls: TlsFiles | None = None
+        if args.ssl_certfile is not None and args.ssl_keyfile is not None:
+            self._tls = TlsFiles(certificate=args.ssl_certfile, key=args.ssl_keyfile, client_ca=args.ssl_ca_certs)
         self.http_ports: dict[str, HttpPort] = {}  # by what they serve
         if args.http_port is not None:
             from pyengine.server.http.app import create_app  # brings FastAPI
 
-            self._add_http_port("http", create_app(self.frontend, max_body_bytes=args.max_message_bytes), args.http_port)
+            self._add_http_port(
+                "http", create_app(self.frontend, max_body_bytes=args.max_message_bytes, keys=keys), args.http_port
+            )
         if args.metrics_port is not None:
             self._add_http_port("metrics", status_app(self.frontend), args.metrics_port)
-        self._server = grpc.aio.server(options=_channel_options(args))
+        interceptors = [ApiKeyInterceptor(keys)] if keys.are_needed else []
+        self._server = grpc.aio.server(options=_channel_options(args), interceptors=interceptors)
         self._watcher: asyncio.Task[None] | None = None
 
     def _add_http_port(self, name: str, app: ASGIApp, port: int) -> None:
-        self.http_ports[name] = HttpPort(app, self.args.host, port, STOP_GRACE_SECONDS)
+        tls = {} if self._tls is None else self._tls.uvicorn_options(ask_clients=name != "metrics")
+        self.http_ports[name] = HttpPort(app, self.args.host, port, STOP_GRACE_SECONDS, tls)
 
     async def bind(self) -> None:
         """Take the ports, answer health checks with NOT_SERVING and all else with UNAVAILABLE.
@@ -82,7 +106,11 @@ class InferenceServer:
         reflection.enable_server_reflection(SERVICES, self._server)
         check_address(self.args.host, self.args.port)
         try:
-            self.port = self._server.add_insecure_port(join_address(self.args.host, self.args.port))
+            address = join_address(self.args.host, self.args.port)
+            if self._tls is None:
+                self.port = self._server.add_insecure_port(address)
+            else:
+                self.port = self._server.add_secure_port(address, self._tls.grpc_credentials())
         except RuntimeError as error:
             raise UnavailableError(f"cannot listen on {join_address(self.args.host, self.args.port)}: {error}") from None
         await self._server.start()
@@ -90,10 +118,10 @@ class InferenceServer:
             await http_port.bind()
         logger.info("bound to %s; not ready until a step has run", self.address)
         for name, http_port in self.http_ports.items():
-            logger.info("%s bound to http://%s", name, http_port.address)
+            logger.info("%s bound to %s", name, http_port.url)
         if self.args.host in LOOPBACK:
             logger.info("only this machine can connect; --host 0.0.0.0 listens on every interface")
-        else:
+        elif not self._keys.are_needed and self.args.ssl_ca_certs is None:
             logger.warning("whoever reaches this address can use the server: it asks for no credentials")
 
     @property

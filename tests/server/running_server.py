@@ -10,8 +10,9 @@ from typing import Any
 
 import grpc
 
+from pyengine.server.auth import ApiKeys
 from pyengine.server.flags import ServerArgs
-from pyengine.server.lifecycle import InferenceServer
+from pyengine.server.lifecycle import NO_KEYS, InferenceServer
 from pyengine.server.proto import inference_pb2 as pb
 from pyengine.server.proto import inference_pb2_grpc as rpc
 
@@ -19,12 +20,12 @@ from pyengine.server.proto import inference_pb2_grpc as rpc
 class RunningServer:
     """A served engine. `run` runs a coroutine on the server's loop."""
 
-    def __init__(self, engine: Any, **args: Any) -> None:
+    def __init__(self, engine: Any, keys: ApiKeys = NO_KEYS, **args: Any) -> None:
         self.engine = engine
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
-        self.server = self.run(self._start(ServerArgs(port=0, **args)))
+        self.server = self.run(self._start(ServerArgs(port=0, **args), keys))
         self.target = self.server.address
         self.channel = grpc.insecure_channel(self.target)
         self.stub = rpc.InferenceStub(self.channel)
@@ -32,10 +33,10 @@ class RunningServer:
     @property
     def base_url(self) -> str:
         """Of the HTTP port."""
-        return f"http://{self.server.http_ports['http'].address}"
+        return self.server.http_ports["http"].url
 
-    async def _start(self, args: ServerArgs) -> InferenceServer:
-        server = InferenceServer(args, lambda: self.engine, version="1.2.3")
+    async def _start(self, args: ServerArgs, keys: ApiKeys) -> InferenceServer:
+        server = InferenceServer(args, lambda: self.engine, "1.2.3", keys)
         await server.bind()
         await server.load()
         return server

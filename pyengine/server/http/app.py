@@ -12,12 +12,14 @@ from starlette.responses import Response
 
 from pyengine.errors import InvalidRequestError, PyEngineError
 from pyengine.inputs import Prompt, TextPrompt
+from pyengine.server.auth import ApiKeys
 from pyengine.server.frontend import Frontend
 from pyengine.server.http.answers import Answer
 from pyengine.server.http.chat import chat_completion, chat_prompt
 from pyengine.server.http.completions import completion
 from pyengine.server.http.encoding import json_bytes
 from pyengine.server.http.errors import error_object, error_response, in_request_terms
+from pyengine.server.http.keys import ApiKeyMiddleware
 from pyengine.server.http.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -30,15 +32,17 @@ from pyengine.server.http.status import status_routes
 Body = TypeVar("Body", bound=StrictModel)
 
 
-def create_app(frontend: Frontend, *, max_body_bytes: int) -> FastAPI:
+def create_app(frontend: Frontend, *, max_body_bytes: int, keys: ApiKeys) -> FastAPI:
     """OpenAI's API and vLLM's additions over a frontend.
 
     Args:
         frontend: shared with the gRPC port.
         max_body_bytes: larger bodies are refused.
+        keys: that clients must have.
     """
     app = FastAPI(title="pyengine", version=frontend.version, docs_url=None, redoc_url=None)
     app.router.routes.extend(status_routes(frontend))
+    app.add_middleware(ApiKeyMiddleware, keys=keys)
     started = int(time.time())
 
     @app.exception_handler(PyEngineError)

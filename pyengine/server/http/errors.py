@@ -10,7 +10,14 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from pyengine.errors import InvalidRequestError, NotFoundError, OverloadedError, PyEngineError, UnsupportedError
+from pyengine.errors import (
+    InvalidRequestError,
+    NotFoundError,
+    OverloadedError,
+    PyEngineError,
+    UnauthenticatedError,
+    UnsupportedError,
+)
 from pyengine.server.http.encoding import json_bytes
 
 logger = logging.getLogger(__name__)
@@ -56,6 +63,9 @@ def describe(error: Exception, names: Mapping[str, str]) -> tuple[int, dict[str,
     if isinstance(error, OverloadedError):
         code = "rate_limit_exceeded"
         headers["retry-after"] = str(math.ceil(error.retry_after))
+    if isinstance(error, UnauthenticatedError):
+        code = "invalid_api_key"
+        headers["www-authenticate"] = "Bearer"
     if status == 501:
         headers["x-should-retry"] = "false"  # OpenAI's clients would try again after any 5xx
     if status == 500:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -27,11 +28,13 @@ class HttpPort:
         host: address to listen on.
         port: 0 for a free one.
         stop_grace: seconds that connections get to end when the port closes.
+        tls: arguments of uvicorn.Config; none: plain text.
     """
 
-    def __init__(self, app: ASGIApp, host: str, port: int, stop_grace: float) -> None:
+    def __init__(self, app: ASGIApp, host: str, port: int, stop_grace: float, tls: Mapping[str, Any]) -> None:
         self.port = port  # the real one after bind
         self._host = host
+        self._scheme = "https" if tls else "http"
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 app,
@@ -42,6 +45,7 @@ class HttpPort:
                 ws="none",
                 server_header=False,
                 timeout_graceful_shutdown=max(1, round(stop_grace)),
+                **tls,
             )
         )
         self._task: asyncio.Task[None] | None = None
@@ -49,6 +53,10 @@ class HttpPort:
     @property
     def address(self) -> str:
         return join_address(self._host, self.port)
+
+    @property
+    def url(self) -> str:
+        return f"{self._scheme}://{self.address}"
 
     async def bind(self) -> None:
         """Listen, and answer from now on.

@@ -1,0 +1,30 @@
+"""API keys on the HTTP port."""
+
+from __future__ import annotations
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from pyengine.errors import UnauthenticatedError
+from pyengine.server.auth import ApiKeys
+from pyengine.server.http.errors import error_response
+
+#: Probes and Prometheus have no keys, and learn nothing about anybody's requests.
+_OPEN = ("/health", "/ready", "/metrics")
+
+
+class ApiKeyMiddleware:
+    """Ends requests without an accepted key before their body is read."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in _OPEN:
+            try:
+                self._keys.check(Headers(scope=scope).get("authorization"))
+            except UnauthenticatedError as error:
+                await error_response(error, {})(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
