@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import logging
 import math
 import signal
 import socket
@@ -23,6 +24,7 @@ from server_process import FAKE, ServerProcess
 from pyengine.errors import EngineDeadError, PyEngineError
 from pyengine.outputs import RequestOutput
 from pyengine.sampling_params import RequestOutputKind
+from pyengine.server.http import app
 from pyengine.server.proto import inference_pb2 as pb
 
 
@@ -189,6 +191,23 @@ def test_body_limit(start_server: Callable[..., RunningServer]) -> None:
     assert (status, body["error"]["type"]) == (413, "invalid_request_error")
     assert "2000 bytes" in body["error"]["message"]
     assert call(server, "/v1/completions", {"prompt": "a", "user": "u" * 1900})[0] == 200
+
+
+def test_bodies_that_do_not_come(
+    start_server: Callable[..., RunningServer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A client that stops in the middle is told so after a while; one that goes away is nobody's fault."""
+    server = start_server(http_port=0)
+    host, port = server.server.http_ports["http"].address.split(":")
+    half = b'POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{"prompt":'
+    with socket.create_connection((host, int(port)), timeout=60) as client:
+        client.sendall(half)
+    monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
+    with socket.create_connection((host, int(port)), timeout=60) as client:
+        client.sendall(half)
+        assert client.recv(100).startswith(b"HTTP/1.1 408 ")
+    assert server.works()
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 def test_tokenize_and_the_rest(shared_http_server: RunningServer) -> None:

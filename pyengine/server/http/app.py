@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from pyengine.errors import InvalidRequestError, PyEngineError
+from pyengine.errors import InvalidRequestError, PyEngineError, RequestCancelledError
 from pyengine.inputs import Prompt, TextPrompt
 from pyengine.server.auth import ApiKeys
 from pyengine.server.frontend import Frontend
@@ -30,6 +32,8 @@ from pyengine.server.http.schemas import (
 from pyengine.server.http.status import status_routes
 
 Body = TypeVar("Body", bound=StrictModel)
+
+BODY_SECONDS = 60.0  # that a client has to send its body
 
 
 def create_app(frontend: Frontend, *, max_body_bytes: int, keys: ApiKeys) -> FastAPI:
@@ -122,18 +126,29 @@ async def _read(request: Request, model: type[Body], limit: int) -> Body:
     """The body.
 
     Raises:
-        HTTPException: it is too large, and was not read to its end.
+        HTTPException: it is too large, or too slow in coming, and was not read to its end.
+        RequestCancelledError: the client went away while it sent it.
         InvalidRequestError: naming the field.
     """
+    try:
+        data = await asyncio.wait_for(_received(request, limit), BODY_SECONDS)
+    except asyncio.TimeoutError:
+        raise HTTPException(408, f"the body did not come within {BODY_SECONDS:g} s") from None
+    except ClientDisconnect:
+        raise RequestCancelledError("the client went away") from None
+    try:
+        return model.model_validate_json(data)
+    except ValidationError as error:
+        raise in_request_terms(error) from None
+
+
+async def _received(request: Request, limit: int) -> bytes:
     data = bytearray()
     async for piece in request.stream():
         data += piece
         if len(data) > limit:
             raise HTTPException(413, f"the body must be at most {limit} bytes")
-    try:
-        return model.model_validate_json(bytes(data))
-    except ValidationError as error:
-        raise in_request_terms(error) from None
+    return bytes(data)
 
 
 def _prompt_of(body: TokenizeRequest, frontend: Frontend) -> Prompt:
