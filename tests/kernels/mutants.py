@@ -64,7 +64,13 @@ MUTANTS = [
         sanitizer=True,
     ),
     _decode("decode: no barrier before the merge", "decode_mma.cuh", "  __syncthreads();\n  merge_warps", "  merge_warps"),
-    _decode("decode: no __syncwarp after the wait", "decode_mma.cuh", "    __syncwarp();  // every", "    // every"),
+    _decode(
+        "decode: no __syncwarp after the wait",
+        "decode_mma.cuh",
+        "    __syncwarp();  // every",
+        "    // every",
+        sanitizer=True,
+    ),
     _decode(
         "decode: waits for one group too few",
         "decode_mma.cuh",
@@ -74,7 +80,6 @@ MUTANTS = [
     _decode(
         "decode: prefetches into the stage in use", "decode_mma.cuh", "stage == 0 ? Shape::kStages - 1 : stage - 1", "stage"
     ),
-    _decode("decode: last copies not waited for", "decode_mma.cuh", "  cp_async_wait<0>();\n", ""),
     _decode("prefill: no barrier in the loop", "prefill_mma.cuh", "    __syncthreads();  // the", "    // the", "prefill"),
     _decode("prefill: tile not waited for", "prefill_mma.cuh", "    cp_async_wait<0>();\n    __", "    __", "prefill"),
     _simt("simt: no barrier after the load", "    __syncthreads();\n    float s[", "    float s["),

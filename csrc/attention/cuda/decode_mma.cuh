@@ -56,7 +56,7 @@ PYENGINE_DEVICE void merge_warps(const PagedAttentionParams& p, const QueryRows&
 
 // Grid: (num_work or num_seqs, num_kv_heads * row_tiles); row tile i of a KV head holds its rows 16 i to 16 i + 15.
 template <typename T, KvFormat kFormat, int kHeadDim>
-__global__ void __launch_bounds__(128) decode_mma_kernel(PagedAttentionParams p) {
+__global__ void __launch_bounds__(128, 2) decode_mma_kernel(PagedAttentionParams p) {
   using Shape = DecodeShape<T, kFormat, kHeadDim>;
   using Tile = typename Shape::Tile;
   constexpr int kStride = Shape::kWarps * Shape::kTokens;  // keys from one of a warp's tiles to its next
@@ -115,7 +115,6 @@ __global__ void __launch_bounds__(128) decode_mma_kernel(PagedAttentionParams p)
     multiply_values<kFormat, kHeadDim>(o, probabilities, tile, widen_values, 0, lane);
     stage = stage + 1 == Shape::kStages ? 0 : stage + 1;
   }
-  cp_async_wait<0>();
   reduce_sums(state);
 
   __syncthreads();  // the rings are done with: their memory holds the warps' states from here on

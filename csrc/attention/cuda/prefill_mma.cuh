@@ -127,7 +127,6 @@ __global__ void __launch_bounds__(256) prefill_mma_kernel(PagedAttentionParams p
       multiply_values<kFormat, kHeadDim>(o, probabilities, tile, widen_values, n, lane);
     }
   }
-  cp_async_wait<0>();
   reduce_sums(state);
 
   write_rows<T, kFormat, kHeadDim>(p, rows, first_row + warp * kTileRows, o, state, lane,
