@@ -17,9 +17,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 def run(path: Path, device: str, prompts: list[Any] = PROMPTS, params: SamplingParams = GREEDY, **options: Any) -> Any:
     """Token ids of each choice of each prompt, and the engine's counters."""
     options = {"max_model_len": 128, "num_kv_blocks": 100, "enable_prefix_caching": False, **options}
-    llm = LLM(model=str(path), device=device, **options)
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    stats = llm.stats()
+    with LLM(model=str(path), device=device, **options) as llm:  # late copies must land before their pools go
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        stats = llm.stats()
     assert stats["num_free_blocks"] == stats["num_blocks"]
     return [[list(choice.token_ids) for choice in output.outputs] for output in outputs], stats
 
