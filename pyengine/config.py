@@ -37,8 +37,8 @@ class EngineArgs:
     chat_template: str | None = None  # a Jinja file or text; the tokenizer's own by default
     device: Device = "auto"  # auto: cuda where torch has it, else cpu
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # weights and activations
-    quantization: str | None = None  # the checkpoint's own by default
-    kv_cache_dtype: KVCacheDType = "auto"  # auto: the model's dtype
+    quantization: str | None = None  # the checkpoint's own by default; none: dequantised weights, for exact comparisons
+    kv_cache_dtype: KVCacheDType = "auto"  # auto: bfloat16 beside weights that are run quantised, else the model's dtype
     max_model_len: int | None = None  # longest prompt + output, tokens; the model's own by default
     max_num_seqs: int = 256  # sequences in one step
     max_num_batched_tokens: int | None = None  # query tokens in one step; cpu 512, cuda 2048
@@ -206,7 +206,7 @@ def resolve_load(args: EngineArgs, arch: ModelArchConfig, hardware: HardwareInfo
     return LoadConfig(
         device=device,
         dtype=_resolve_dtype(args, arch, device),
-        quantization=args.quantization or arch.quantization,
+        quantization=_resolve_quantization(args, arch, device),
         num_threads=args.num_threads or hardware.num_cores,
         seed=args.seed,
     )
@@ -233,7 +233,10 @@ def resolve(args: EngineArgs, model: str, arch: ModelArchConfig, hardware: Hardw
     if args.max_model_len is not None and args.max_model_len > limit:
         raise ConfigError("max_model_len", f"{args.max_model_len} is more than the model's own {limit}")
     max_model_len = args.max_model_len or limit
-    cache = _resolve_cache(args, arch, device, dtype, max_model_len, hardware, notes)
+    if arch.quantization == "gguf" and load.quantization is None:
+        notes.append(f"GGUF weights are dequantised to {dtype}" + ("" if device == "cpu" else f" on {device}"))
+    kv_dtype: DType = dtype if load.quantization is None else "bfloat16"
+    cache = _resolve_cache(args, arch, device, kv_dtype, max_model_len, hardware, notes)
     budget = args.max_num_batched_tokens or (2048 if device == "cuda" else 512)
     if not args.enable_chunked_prefill:
         if args.max_num_batched_tokens is not None and budget < max_model_len:
@@ -289,16 +292,28 @@ def _resolve_dtype(args: EngineArgs, arch: ModelArchConfig, device: ResolvedDevi
     return "bfloat16" if arch.dtype == "float32" else arch.dtype
 
 
+def _resolve_quantization(args: EngineArgs, arch: ModelArchConfig, device: ResolvedDevice) -> str | None:
+    """The scheme that the kernels run; None: plain weights, dequantised where the checkpoint's are not."""
+    if args.quantization == "none":
+        return None
+    scheme = args.quantization or arch.quantization
+    if scheme == "gguf" and device != "cpu":
+        if args.quantization is not None:
+            raise ConfigError("quantization", f"gguf runs on cpu, not on {device}; leave it out to dequantise the weights")
+        return None
+    return scheme
+
+
 def _resolve_cache(
     args: EngineArgs,
     arch: ModelArchConfig,
     device: ResolvedDevice,
-    dtype: DType,
+    auto_dtype: DType,
     max_model_len: int,
     hardware: HardwareInfo,
     notes: list[str],
 ) -> CacheConfig:
-    kv_dtype: Any = {"auto": dtype, "fp8": "fp8_e4m3"}.get(args.kv_cache_dtype, args.kv_cache_dtype)
+    kv_dtype: Any = {"auto": auto_dtype, "fp8": "fp8_e4m3"}.get(args.kv_cache_dtype, args.kv_cache_dtype)
     block_bytes = kv_bytes_per_block(arch, args.block_size, kv_dtype)
     blocks_per_seq = -(-max_model_len // args.block_size)
     if args.num_kv_blocks is not None:

@@ -1,4 +1,4 @@
-"""Writes GGUF files from Hugging Face folders, with the `gguf` package's own writer, names and quantisers."""
+"""Writes GGUF files from Hugging Face folders, with the `gguf` package's own writer and names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import gguf
 import numpy as np
-from gguf.quants import quantize
+from gguf_blocks import quantize_blocks
 from safetensors.torch import load_file
 
 _ARCHS = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
@@ -73,6 +73,7 @@ def write_gguf(
     folder: Path,
     kind: str = "F32",
     *,
+    kinds: dict[str, str] | None = None,
     metadata: dict[str, Any] | None = None,
     tensors: dict[str, np.ndarray] | None = None,
     drop: tuple[str, ...] = (),
@@ -83,6 +84,7 @@ def write_gguf(
         path: the file to write.
         folder: a Llama-like checkpoint with a byte-level BPE tokenizer.
         kind: type of the matrices; vectors stay F32.
+        kinds: another type for matrices whose GGUF name has the key in it.
         metadata: keys to add or replace; None as a value leaves the key out.
         tensors: F32 tensors to add, by GGUF name.
         drop: GGUF names of tensors to leave out.
@@ -99,7 +101,6 @@ def write_gguf(
     write_metadata(writer, {key: value for key, value in values.items() if value is not None})
     model_arch = next(known for known, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(model_arch, config["num_hidden_layers"])
-    quantisation = gguf.GGMLQuantizationType[kind]
     for hf_name, tensor in load_file(folder / "model.safetensors").items():
         name = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
         if name in drop:
@@ -109,10 +110,11 @@ def write_gguf(
             data = pairs_from_halves(data, config["num_attention_heads"])
         elif arch == "llama" and "k_proj" in hf_name:
             data = pairs_from_halves(data, config["num_key_value_heads"])
-        if data.ndim == 1 or kind == "F32":
+        own_kind = next((other for part, other in (kinds or {}).items() if part in name), kind)
+        if data.ndim == 1 or own_kind == "F32":
             writer.add_tensor(name, np.ascontiguousarray(data))
         else:
-            writer.add_tensor(name, quantize(np.ascontiguousarray(data), quantisation), raw_dtype=quantisation)
+            writer.add_tensor(name, quantize_blocks(data, own_kind), raw_dtype=gguf.GGMLQuantizationType[own_kind])
     for name, data in (tensors or {}).items():
         writer.add_tensor(name, data)
     writer.write_header_to_file()

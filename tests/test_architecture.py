@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -129,6 +130,31 @@ def test_load_and_final_configuration_agree() -> None:
     args = EngineArgs(dtype="bfloat16", num_threads=3)
     load, config = resolve_load(args, ARCH, MACHINE), resolve(args, "model", ARCH, MACHINE)
     assert (load.device, load.dtype, load.num_threads) == (config.device.device, config.model.dtype, config.device.num_threads)
+
+
+@pytest.mark.parametrize(
+    ("flags", "quantization", "kv_cache_dtype"),
+    [
+        ({"device": "cpu"}, "gguf", "bfloat16"),
+        ({"device": "cpu", "quantization": "gguf", "dtype": "float16"}, "gguf", "bfloat16"),
+        ({"device": "cpu", "kv_cache_dtype": "float32"}, "gguf", "float32"),
+        ({"device": "cpu", "quantization": "none"}, None, "float32"),
+        ({"device": "cpu", "quantization": "none", "dtype": "float16"}, None, "float16"),
+        ({"device": "emulated"}, None, "float32"),
+        ({"device": "cuda"}, None, "bfloat16"),
+    ],
+)
+def test_gguf_weights_run_as_they_are_on_cpus(flags: dict[str, Any], quantization: str | None, kv_cache_dtype: str) -> None:
+    arch, machine = replace(ARCH, quantization="gguf"), replace(MACHINE, has_cuda=True)
+    config = resolve(EngineArgs(**flags), "model", arch, machine)
+    assert config.model.quantization == resolve_load(EngineArgs(**flags), arch, machine).quantization == quantization
+    assert config.cache.kv_cache_dtype == kv_cache_dtype
+    assert any("dequantised" in note for note in config.notes) == (quantization is None)
+
+
+def test_gguf_cannot_be_asked_for_elsewhere() -> None:
+    with pytest.raises(ConfigError, match="quantization: gguf runs on cpu, not on emulated"):
+        resolve(EngineArgs(device="emulated", quantization="gguf"), "model", replace(ARCH, quantization="gguf"), MACHINE)
 
 
 def test_every_flag_is_documented_where_it_stands() -> None:

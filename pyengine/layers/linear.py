@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
 
-from pyengine.layers.weights import WeightSlot
+from pyengine.layers.packed_weight import PackedWeight, pack
+from pyengine.layers.weights import QuantizedTensor, Weight, WeightSlot, plain
 from pyengine.ops import Ops
-
-#: Output features in one panel of a packed weight (`kLinearPanel` in csrc/layers/params.h).
-PANEL = 16
 
 
 class Linear:
     """y = x W^T + b with W [out, in], the rows of W being one projection after another.
 
-    On CPUs the weight is kept only in the packed form that the `linear` op reads, [ceil(out / 16), in, 16], and each row of y
-    is summed in the same order whatever the number of rows is. On GPUs it stays as it is.
+    On CPUs the weight is kept only in the packed form that the kernels read, quantised where the checkpoint's is: neighbouring
+    projections of one format together, others on their own. Each row of y is summed in the same order whatever the number of
+    rows is. On GPUs W stays as it is.
 
     Args:
         in_features: columns of W.
@@ -43,13 +42,10 @@ class Linear:
         self.bias = torch.zeros(self.out_features, dtype=dtype, device=device) if bias else None  # [out]
         self._ops, self._dtype = ops, dtype
         self._starts = tuple(accumulate(out_features, initial=0))  # of each projection's rows, and the end
-        self._missing = set(range(len(out_features)))
-        self._packed: Tensor | None = None  # [ceil(out / 16), in, 16]
+        self._waiting: dict[int, Weight] = {}  # projections that came before the last one
+        self._packed: list[PackedWeight] = []  # W from top to bottom
         self._weight: Tensor | None = None  # [out, in]
-        if device.type == "cpu":
-            self._packed = torch.empty(-(-self.out_features // PANEL), in_features, PANEL, dtype=dtype)
-        if self._packed is None or any(start % PANEL for start in self._starts[:-1]):
-            # On CPUs only for projections that share a panel, and only until the last of them is there.
+        if device.type != "cpu":
             self._weight = torch.empty(self.out_features, in_features, dtype=dtype, device=device)
 
     def weight_slots(self, names: Sequence[str]) -> Iterator[WeightSlot]:
@@ -58,19 +54,22 @@ class Linear:
             start, end = self._starts[part], self._starts[part + 1]
             yield WeightSlot(f"{name}.weight", (end - start, self.in_features), partial(self._load_weight, part))
             if self.bias is not None:
-                yield WeightSlot(f"{name}.bias", (end - start,), self.bias[start:end].copy_)
+                yield WeightSlot(f"{name}.bias", (end - start,), partial(self._load_bias, start))
 
-    def _load_weight(self, part: int, weight: Tensor) -> None:
-        start, end = self._starts[part], self._starts[part + 1]
+    def _load_bias(self, start: int, bias: Weight) -> None:
+        assert self.bias is not None
+        self.bias[start : start + bias.shape[0]].copy_(plain(bias))
+
+    def _load_weight(self, part: int, weight: Weight) -> None:
         if self._weight is not None:
-            self._weight[start:end].copy_(weight)
-        elif self._packed is not None:
-            panels = self._packed[start // PANEL : -(-end // PANEL)]
-            self._ops.pack_linear_weight(panels, weight.to(self._dtype).contiguous())
-        self._missing.discard(part)
-        if self._packed is not None and self._weight is not None and not self._missing:
-            self._ops.pack_linear_weight(self._packed, self._weight)
-            self._weight = None
+            self._weight[self._starts[part] : self._starts[part + 1]].copy_(plain(weight))
+            return
+        self._waiting[part] = weight
+        if len(self._waiting) == len(self._starts) - 1:
+            weights = [self._waiting[part] for part in range(len(self._waiting))]
+            self._waiting.clear()
+            groups = groupby(weights, lambda weight: weight.format if isinstance(weight, QuantizedTensor) else None)
+            self._packed = [pack(list(group), self._ops, self._dtype) for _, group in groups]
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         """Multiply.
@@ -82,16 +81,22 @@ class Linear:
         Returns:
             [num_tokens, out].
         """
-        if self._packed is not None:
-            out = torch.empty(x.shape[0], self.out_features, dtype=out_dtype or x.dtype)
-            self._ops.linear(out, x, self._packed, self.bias)
+        if self._weight is not None:
+            out = torch.nn.functional.linear(x, self._weight, self.bias)
+            return out if out_dtype is None else out.to(out_dtype)
+        out = torch.empty(x.shape[0], self.out_features, dtype=out_dtype or x.dtype)
+        if len(self._packed) == 1:
+            self._packed[0].multiply(out, x, self.bias)
             return out
-        assert self._weight is not None
-        out = torch.nn.functional.linear(x, self._weight, self.bias)
-        return out if out_dtype is None else out.to(out_dtype)
+        start = 0
+        for packed in self._packed:
+            end = start + packed.out_features
+            packed.multiply(out[:, start:end], x, None if self.bias is None else self.bias[start:end])
+            start = end
+        return out
 
     def rows(self, indices: Tensor) -> Tensor:
-        """Rows of W: what an embedding that shares this weight looks up.
+        """Rows of W: what an embedding that shares this weight looks up. Not of one whose projections differ in format.
 
         Args:
             indices: int64 [num_tokens].
@@ -99,7 +104,7 @@ class Linear:
         Returns:
             [num_tokens, in].
         """
-        if self._packed is not None:
-            return self._packed[indices // PANEL, :, indices % PANEL]
-        assert self._weight is not None
-        return self._weight.index_select(0, indices)
+        if self._weight is not None:
+            return self._weight.index_select(0, indices)
+        (packed,) = self._packed
+        return packed.rows(indices)

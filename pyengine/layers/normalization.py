@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from pyengine.layers.weights import WeightSlot
+from pyengine.layers.weights import Weight, WeightSlot, plain
 from pyengine.ops import Ops
 
 
@@ -20,7 +20,10 @@ class RMSNorm:
         self._ops = ops
 
     def weight_slots(self, name: str) -> Iterator[WeightSlot]:
-        yield WeightSlot(f"{name}.weight", tuple(self.weight.shape), self.weight.copy_)
+        yield WeightSlot(f"{name}.weight", tuple(self.weight.shape), self._load)
+
+    def _load(self, weight: Weight) -> None:
+        self.weight.copy_(plain(weight))
 
     def __call__(self, x: Tensor) -> Tensor:
         """Normalise x [num_rows, size] into a new tensor."""

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from torch import Tensor
-
 from pyengine.config import ModelArchConfig
+from pyengine.layers.weights import Weight
 
 
 class TensorInfo(NamedTuple):
@@ -30,10 +29,13 @@ class Checkpoint(ABC):
     tensor_infos: Mapping[str, TensorInfo]  # by Hugging Face name
 
     @abstractmethod
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor under its Hugging Face name, dequantised, on the CPU.
+    def tensors(self, *, quantized: bool = False) -> Iterator[tuple[str, Weight]]:
+        """Each tensor under its Hugging Face name, on the CPU.
 
         A tensor may be a view of the mapped file: copy what is to be kept.
+
+        Args:
+            quantized: give matrices as the file has them where the CPU kernels know their format; else dequantise them.
 
         Raises:
             ModelLoadError: naming file and tensor, where a value cannot be read.

@@ -1,6 +1,6 @@
-"""A GGUF file as a checkpoint: its metadata as a `ModelArchConfig`, its tensors dequantised under Hugging Face's names.
+"""A GGUF file as a checkpoint: its metadata as a `ModelArchConfig`, its tensors under Hugging Face's names.
 
-Keys and tensor names are those of ggml's `docs/gguf.md`. The `gguf` package supplies the block formats.
+Keys and tensor names are those of ggml's `docs/gguf.md`. The `gguf` package knows the block formats, and dequantises them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from pyengine.config import DType, ModelArchConfig
 from pyengine.errors import ModelLoadError
+from pyengine.layers.packed_weight import FORMATS
+from pyengine.layers.weights import QuantizedTensor, Weight
 from pyengine.loader.base import Checkpoint, TensorInfo
 from pyengine.loader.gguf_file import GGUFFile, GGUFTensor
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-_TENSOR_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1")
+_TENSOR_TYPES = ("F32", "F16", "BF16", *FORMATS)
 _DTYPES: dict[str, DType] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -68,26 +70,42 @@ class GGUFCheckpoint(Checkpoint):
             for name, hf_name in self._names.items()
         }
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, *, quantized: bool = False) -> Iterator[tuple[str, Weight]]:
         data = self._map()
         for name, hf_name in self._names.items():
-            tensor = self._read(data, self.file.tensors[name])
+            tensor = self.file.tensors[name]
+            num_heads = 0
             if self._pairs_adjacent and ".self_attn.q_proj." in hf_name:
-                tensor = _halves_from_pairs(tensor, self.arch.num_heads)
+                num_heads = self.arch.num_heads
             elif self._pairs_adjacent and ".self_attn.k_proj." in hf_name:
-                tensor = _halves_from_pairs(tensor, self.arch.num_kv_heads)
-            yield hf_name, tensor
+                num_heads = self.arch.num_kv_heads
+            if quantized and len(tensor.shape) == 2 and self._types[name].name in FORMATS:
+                yield hf_name, self._read_blocks(data, tensor, num_heads)
+            else:
+                values = self._read(data, tensor)
+                yield hf_name, _halves_from_pairs(values, num_heads) if num_heads else values
 
     def _map(self) -> np.ndarray:
         # Copy-on-write, which torch wants of a buffer it may view; nothing is written, so nothing is copied.
         return np.memmap(self.path, dtype=np.uint8, mode="c")
 
+    def _raw(self, data: np.ndarray, tensor: GGUFTensor) -> np.ndarray:
+        """The tensor's bytes."""
+        start = self.file.data_offset + tensor.offset
+        return data[start : start + self._num_bytes(tensor)]
+
+    def _read_blocks(self, data: np.ndarray, tensor: GGUFTensor, num_heads: int) -> QuantizedTensor:
+        """A matrix as it is, its rows reordered where `num_heads` is not 0 (see `_halves_from_pairs`)."""
+        blocks = torch.from_numpy(self._raw(data, tensor)).view(tensor.shape[0], -1)  # [out, row bytes]
+        if num_heads:
+            blocks = _halves_from_pairs(blocks, num_heads)
+        return QuantizedTensor(blocks, self._types[tensor.name].name, (tensor.shape[0], tensor.shape[1]))
+
     def _read(self, data: np.ndarray, tensor: GGUFTensor) -> Tensor:
         """The tensor's values, in its own type or, where that is quantised, fp32."""
         from gguf.quants import dequantize
 
-        start = self.file.data_offset + tensor.offset
-        raw = data[start : start + self._num_bytes(tensor)]
+        raw = self._raw(data, tensor)
         kind = self._types[tensor.name]
         if kind.name in _TORCH_DTYPES:
             values = torch.from_numpy(raw).view(_TORCH_DTYPES[kind.name])

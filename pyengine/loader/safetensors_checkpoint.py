@@ -39,7 +39,7 @@ class SafetensorsCheckpoint(Checkpoint):
                 raise ModelLoadError(f"{path / shard}: tensor {tensor} is missing, though {_INDEX} places it there")
         self.tensor_infos = infos
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, *, quantized: bool = False) -> Iterator[tuple[str, Tensor]]:
         for file in dict.fromkeys(info.file for info in self.tensor_infos.values()):
             with _opened(file) as weights:
                 for name in weights.keys():  # noqa: SIM118 - not a mapping

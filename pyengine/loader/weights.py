@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from pyengine.config import LoadConfig
 from pyengine.errors import ModelLoadError
+from pyengine.layers.weights import Weight
 from pyengine.loader.base import Checkpoint
 from pyengine.models.interfaces import CausalLM
 from pyengine.models.registry import create_model
@@ -24,11 +24,11 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 def load_model(checkpoint: Checkpoint, load_config: LoadConfig, ops: Ops) -> CausalLM:
     """Build the checkpoint's model and load its weights, one tensor at a time, with a progress bar on a terminal.
 
-    Peak memory is one copy of the weights and one (merged) tensor.
+    Peak memory is one copy of the weights and one merged tensor.
 
     Args:
         checkpoint: an open checkpoint.
-        load_config: device and dtype.
+        load_config: device, dtype and whether quantised weights are run as they are ("gguf") or dequantised (None).
         ops: the device's kernels.
 
     Raises:
@@ -44,9 +44,10 @@ def load_model(checkpoint: Checkpoint, load_config: LoadConfig, ops: Ops) -> Cau
     except ModelLoadError as error:
         raise ModelLoadError(f"{checkpoint.path}: {error}") from error
     check_tensors(checkpoint, model)
-    model.load_weights(_with_progress(checkpoint))
+    model.load_weights(_with_progress(checkpoint, quantized=scheme == "gguf"))
     count, seconds = len(checkpoint.tensor_infos), time.monotonic() - started
-    logger.info("loaded %d tensors of %s as %s in %.2f s", count, checkpoint.name, load_config.dtype, seconds)
+    form = load_config.dtype if scheme is None else f"{scheme}, {load_config.dtype} activations"
+    logger.info("loaded %d tensors of %s as %s in %.2f s", count, checkpoint.name, form, seconds)
     return model
 
 
@@ -70,10 +71,9 @@ def check_tensors(checkpoint: Checkpoint, model: CausalLM) -> None:
         raise ModelLoadError(f"{checkpoint.path}: tensor {missing[0]} is missing{more}")
 
 
-def _with_progress(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+def _with_progress(checkpoint: Checkpoint, *, quantized: bool) -> Iterator[tuple[str, Weight]]:
     from tqdm import tqdm
 
+    tensors, total = checkpoint.tensors(quantized=quantized), len(checkpoint.tensor_infos)
     # disable=None: no bar where stderr is not a terminal, so that logs stay readable.
-    yield from tqdm(
-        checkpoint.tensors(), total=len(checkpoint.tensor_infos), desc="Loading weights", unit="tensor", disable=None
-    )
+    yield from tqdm(tensors, total=total, desc="Loading weights", unit="tensor", disable=None)

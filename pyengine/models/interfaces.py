@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from pyengine.layers.attention_metadata import AttentionMetadata, LayerKVCache
+from pyengine.layers.weights import Weight
 
 
 class CausalLM(Protocol):
@@ -19,8 +20,8 @@ class CausalLM(Protocol):
     def ignores_weight(self, name: str) -> bool:
         """Whether a checkpoint may hold this tensor though the model has no use for it."""
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy every tensor into its place; each may be dropped as soon as it was taken.
+    def load_weights(self, weights: Iterable[tuple[str, Weight]]) -> None:
+        """Copy every tensor into its place. A matrix may come quantised where the device's kernels can run it.
 
         Raises:
             ModelLoadError: naming the tensor that is unknown, mis-shaped or missing.

@@ -16,10 +16,11 @@ from pyengine.errors import ModelLoadError
 from pyengine.layers.activation import GatedActivation
 from pyengine.layers.attention import Attention
 from pyengine.layers.attention_metadata import AttentionMetadata, LayerKVCache
+from pyengine.layers.embedding import Embedding
 from pyengine.layers.linear import Linear
 from pyengine.layers.normalization import RMSNorm
 from pyengine.layers.rotary_embedding import RotaryEmbedding
-from pyengine.layers.weights import WeightSlot
+from pyengine.layers.weights import Weight, WeightSlot
 from pyengine.ops import Ops
 
 
@@ -171,8 +172,10 @@ class LlamaForCausalLM:
         self.layers = [LlamaDecoderLayer(context, rotary) for _ in range(arch.num_layers)]
         self.norm = context.rms_norm(arch.hidden_size)
         self.lm_head = context.linear(arch.hidden_size, (arch.vocab_size,), bias=False)
-        self._embedding = (  # [vocab_size, hidden_size]; tied ones live in lm_head
-            None if arch.tie_word_embeddings else torch.zeros(arch.vocab_size, arch.hidden_size, dtype=dtype, device=device)
+        self._embedding = (  # tied ones are lm_head's rows
+            None
+            if arch.tie_word_embeddings
+            else Embedding(arch.vocab_size, arch.hidden_size, ops=ops, dtype=dtype, device=device)
         )
         self._slots = {slot.name: slot for slot in self._weight_slots()}
 
@@ -180,7 +183,7 @@ class LlamaForCausalLM:
         if self._embedding is None:
             yield from self.lm_head.weight_slots(["model.embed_tokens"])
         else:
-            yield WeightSlot("model.embed_tokens.weight", tuple(self._embedding.shape), self._embedding.copy_)
+            yield from self._embedding.weight_slots("model.embed_tokens")
             yield from self.lm_head.weight_slots(["lm_head"])
         for index, layer in enumerate(self.layers):
             yield from layer.weight_slots(f"model.layers.{index}")
@@ -193,7 +196,7 @@ class LlamaForCausalLM:
         tied_head = name == "lm_head.weight" and self._embedding is None
         return tied_head or name.endswith(".rotary_emb.inv_freq")  # a buffer that old checkpoints have
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Weight]]) -> None:
         missing = set(self._slots)
         for name, tensor in weights:
             slot = self._slots.get(name)
@@ -211,9 +214,8 @@ class LlamaForCausalLM:
     def forward(
         self, input_ids: Tensor, positions: Tensor, kv_caches: Sequence[LayerKVCache], metadata: AttentionMetadata
     ) -> Tensor:
-        residual = (
-            self.lm_head.rows(input_ids) if self._embedding is None else self._embedding.index_select(0, input_ids)
-        )  # [num_tokens, hidden_size]
+        embed = self.lm_head.rows if self._embedding is None else self._embedding
+        residual = embed(input_ids)  # [num_tokens, hidden_size]
         x: Tensor | None = None
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             x = layer(positions, x, residual, kv_cache, metadata)

@@ -1,4 +1,4 @@
-"""The default model, from its GGUF file, against Transformers."""
+"""The default model, from its GGUF file: dequantised against Transformers, and as it runs by default."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PROMPTS = [
 
 def check_against(reference: TransformersReference, num_prompts: int, num_tokens: int) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-    with LLM(device="cpu", dtype="float32", max_model_len=1024) as llm:
+    with LLM(device="cpu", dtype="float32", quantization="none", max_model_len=1024) as llm:
         outputs = llm.generate(PROMPTS[:num_prompts], params, use_tqdm=False)
         assert "Paris" in outputs[0].outputs[0].text
         (alone,) = llm.generate(PROMPTS[1], params, use_tqdm=False)
@@ -53,3 +53,16 @@ def test_greedy_tokens_equal_transformers(smollm2_path: Path) -> None:
 @pytest.mark.slow
 def test_greedy_tokens_equal_transformers_reading_the_file_itself(smollm2_path: Path) -> None:
     check_against(TransformersReference.from_gguf(smollm2_path), 16, 64)
+
+
+def test_by_default_the_file_runs_as_it_is(smollm2_path: Path) -> None:
+    """Quantised weights and a bfloat16 cache; and still what runs with others gives what it gives alone."""
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    with LLM(device="cpu", max_model_len=512) as llm:
+        config = llm.llm_engine.config
+        assert (config.model.quantization, config.model.dtype, config.cache.kv_cache_dtype) == ("gguf", "float32", "bfloat16")
+        together = llm.generate(PROMPTS[:8], params, use_tqdm=False)
+        assert "Paris" in together[0].outputs[0].text
+        for prompt, output in zip(PROMPTS[:8], together, strict=True):
+            (alone,) = llm.generate([prompt], params, use_tqdm=False)
+            assert alone.outputs[0].token_ids == output.outputs[0].token_ids

@@ -374,8 +374,8 @@ def test_item_17_broken_gguf(name: str, tiny_llama: Path, tmp_path: Path) -> Non
 
 
 def test_item_17_unsupported_gguf_type(tiny_llama: Path, tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "model.gguf", tiny_llama, "Q5_0")
-    assert_one_line_error(str(path), ["tensor ", "type Q5_0, which is not supported", "Q8_0"])
+    path = write_gguf(tmp_path / "model.gguf", tiny_llama, "MXFP4")
+    assert_one_line_error(str(path), ["tensor ", "type MXFP4, which is not supported", "Q8_0"])
 
 
 def test_item_17_damaged_gguf_bytes(tiny_llama: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from pyengine.layers.rotary_embedding import scaled_frequencies
 from pyengine.loader.checkpoint import open_checkpoint
 from pyengine.loader.gguf_file import GGUFFile
 
-TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1")
+TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
 
 
 def rounded(tensor: torch.Tensor, kind: str) -> torch.Tensor:
@@ -42,7 +42,7 @@ def test_tensors_of_every_type(kind: str, tiny_llama: Path, tmp_path: Path) -> N
     assert checkpoint.arch.dtype == {"F16": "float16", "BF16": "bfloat16"}.get(kind, "float32")
 
 
-@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0", "Q4_1"])
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0", "Q4_1", "Q5_1"])
 def test_tensors_equal_transformers_own_gguf_loading(kind: str, tiny_llama: Path, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", tiny_llama, kind)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32).state_dict()

@@ -226,7 +226,7 @@ def test_not_a_number_fails_its_own_request_only(tiny_llama: Path, device: str) 
     alone = results(Driver(executor, config).run(greedy_sequences(count=4)))
     token_of_doom = 511
     assert not any(token_of_doom in prompt for prompt in prompts(4))
-    embedding[token_of_doom] = torch.nan
+    embedding.weight[token_of_doom] = torch.nan
     for logprobs in ({}, {"prompt_logprobs": 1}):
         params = SamplingParams(temperature=0, max_tokens=3, **logprobs)  # type: ignore[arg-type]
         doomed = Sequence("doomed", [*range(20, 60), token_of_doom, *range(60, 80)], params)
