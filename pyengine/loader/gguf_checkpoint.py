@@ -96,10 +96,10 @@ class GGUFCheckpoint(Checkpoint):
 
     def _read_blocks(self, data: np.ndarray, tensor: GGUFTensor, num_heads: int) -> QuantizedTensor:
         """A matrix as it is, its rows reordered where `num_heads` is not 0 (see `_halves_from_pairs`)."""
-        blocks = torch.from_numpy(self._raw(data, tensor)).view(tensor.shape[0], -1)  # [out, row bytes]
+        rows = self._raw(data, tensor).reshape(tensor.shape[0], -1)  # [out, row bytes]
         if num_heads:
-            blocks = _halves_from_pairs(blocks, num_heads)
-        return QuantizedTensor(blocks, self._types[tensor.name].name, (tensor.shape[0], tensor.shape[1]))
+            rows = rows.take(_halves_from_pairs(torch.arange(len(rows)), num_heads).numpy(), axis=0)
+        return QuantizedTensor(torch.from_numpy(rows), self._types[tensor.name].name, (tensor.shape[0], tensor.shape[1]))
 
     def _read(self, data: np.ndarray, tensor: GGUFTensor) -> Tensor:
         """The tensor's values, in its own type or, where that is quantised, fp32."""
@@ -232,7 +232,7 @@ def _halves_from_pairs(rows: Tensor, num_heads: int) -> Tensor:
     """Reorder each head's rows from rotary pairs side by side to the two halves that Hugging Face rotates.
 
     Args:
-        rows: weight [num_heads * head_dim, in] or bias [num_heads * head_dim].
+        rows: weight [num_heads * head_dim, in], or bias or indices [num_heads * head_dim].
     """
     if rows.shape[0] % (2 * num_heads):
         return rows  # mis-shaped: the loader's comparison with the model says so, and names it
