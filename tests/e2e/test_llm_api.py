@@ -185,14 +185,17 @@ def test_interrupted_runs_leave_nothing_behind(llm: LLM, presses: int) -> None:
         return real()
 
     assert threading.current_thread() is threading.main_thread()
+    # A process that a shell starts in the background ignores SIGINT; a person at a terminal has Python's own handler.
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
     engine.step = step  # type: ignore[method-assign]
     try:
         with pytest.raises(KeyboardInterrupt):
             llm.generate(["one", "two"] * 8, SHORT.replace(max_tokens=50), use_tqdm=False)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         engine.step = real  # type: ignore[method-assign]
+        signal.signal(signal.SIGINT, inherited)
     assert steps == 3
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert_idle(llm)
     assert llm.generate("one", SHORT, use_tqdm=False)[0].finished
 
