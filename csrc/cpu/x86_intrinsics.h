@@ -39,6 +39,7 @@ PE_JOIN(pe_join_si256, simde__m256i, simde__m128i)
 #undef PE_JOIN
 
 #define _mm512_extractf32x8_ps(x, high) pe_half_ps(x, high)
+#define _mm512_cvtss_f32(x) _mm_cvtss_f32(_mm256_castps256_ps128(pe_half_ps(x, 0)))
 #define _mm512_cvtph_ps(x) pe_join_ps(_mm256_cvtph_ps(pe_half_si256(x, 0)), _mm256_cvtph_ps(pe_half_si256(x, 1)))
 #define _mm512_cvtps_ph(x, r) pe_join_si256(_mm256_cvtps_ph(pe_half_ps(x, 0), r), _mm256_cvtps_ph(pe_half_ps(x, 1), r))
 #define _mm512_cvtepi32_ps(x) pe_join_ps(_mm256_cvtepi32_ps(pe_half_si512(x, 0)), _mm256_cvtepi32_ps(pe_half_si512(x, 1)))
