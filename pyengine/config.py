@@ -197,12 +197,17 @@ def kv_bytes_per_block(arch: ModelArchConfig, block_size: int, kv_cache_dtype: s
 
 
 def resolve_load(args: EngineArgs, arch: ModelArchConfig, hardware: HardwareInfo) -> LoadConfig:
-    """Device, dtype and threads. Pure; `resolve` agrees with it.
+    """Device, dtype and threads, and whatever can be refused before weights are read. Pure; `resolve` agrees with it.
 
     Raises:
         ConfigError: naming the argument that does not fit.
     """
     device = _resolve_device(args, hardware)
+    if arch.head_dim not in HEAD_DIMS:
+        raise ConfigError("model", f"head size {arch.head_dim} is not supported; supported: {HEAD_DIMS}")
+    limit = arch.max_position_embeddings
+    if args.max_model_len is not None and args.max_model_len > limit:
+        raise ConfigError("max_model_len", f"{args.max_model_len} is more than the model's own {limit}")
     return LoadConfig(
         device=device,
         dtype=_resolve_dtype(args, arch, device),
@@ -227,12 +232,7 @@ def resolve(args: EngineArgs, model: str, arch: ModelArchConfig, hardware: Hardw
     load = resolve_load(args, arch, hardware)
     device, dtype = load.device, load.dtype
     notes: list[str] = []
-    if arch.head_dim not in HEAD_DIMS:
-        raise ConfigError("model", f"head size {arch.head_dim} is not supported; supported: {HEAD_DIMS}")
-    limit = arch.max_position_embeddings
-    if args.max_model_len is not None and args.max_model_len > limit:
-        raise ConfigError("max_model_len", f"{args.max_model_len} is more than the model's own {limit}")
-    max_model_len = args.max_model_len or limit
+    max_model_len = args.max_model_len or arch.max_position_embeddings
     if arch.quantization == "gguf" and load.quantization is None:
         notes.append(f"GGUF weights are dequantised to {dtype}" + ("" if device == "cpu" else f" on {device}"))
     kv_dtype: DType = dtype if load.quantization is None else "bfloat16"

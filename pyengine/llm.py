@@ -43,6 +43,7 @@ class LLM:
                 raise ConfigError(name, f"is no argument of LLM; there are {', '.join(known)}")
         self.llm_engine = LLMEngine(EngineArgs(model=model, **engine_args))
         self._request_ids = map(str, itertools.count())
+        self._lock = threading.Lock()  # one batch of prompts at a time: the engine belongs to one thread
 
     # ---- running prompts
 
@@ -66,7 +67,8 @@ class LLM:
             InvalidRequestError, UnsupportedError: for any bad prompt or parameter, before any is run.
             EngineDeadError: a step failed.
         """
-        return self._run(_as_prompts(prompts), sampling_params, use_tqdm)
+        with self._lock:
+            return self._run(_as_prompts(prompts), sampling_params, use_tqdm)
 
     def chat(
         self,
@@ -107,7 +109,8 @@ class LLM:
             )
             for conversation in conversations
         ]
-        return self._run(prompts, sampling_params, use_tqdm)
+        with self._lock:
+            return self._run(prompts, sampling_params, use_tqdm)
 
     def _run(
         self,

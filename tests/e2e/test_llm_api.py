@@ -205,6 +205,13 @@ def test_another_thread_may_use_it(llm: LLM) -> None:
         assert pool.submit(llm.generate, "one", SHORT, use_tqdm=False).result()[0].finished
 
 
+def test_threads_take_turns(llm: LLM) -> None:
+    expected = llm.generate("one", SHORT, use_tqdm=False)[0].outputs[0].token_ids
+    with ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(llm.generate, "one", SHORT, use_tqdm=False) for _ in range(12)]
+        assert all(call.result()[0].outputs[0].token_ids == expected for call in calls)
+
+
 def test_progress_bar(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate(["one", "two"], SHORT)
     shown = capsys.readouterr().err
