@@ -56,23 +56,31 @@ struct FixedRows {
   PE_ALWAYS_INLINE float at(int r, int k) const { return a[r * LDA + k]; }
 };
 
-// Brings a cache line closer at each step of k, while the fma keep the core busy.
+// What to bring closer while the fma keep the core busy: at each step of k, LINES cache lines from each of COUNT addresses on.
+template <int COUNT, int LINES>
 struct Prefetch {
-  const char* next;
-  int64_t stride;  // bytes; 0: the same line again, which costs next to nothing
+  const char* next[COUNT];
+  int64_t stride;  // bytes from one step to the next; 0: the same line again, which costs next to nothing
+
+  PE_ALWAYS_INLINE void step() {
+#pragma GCC unroll 4
+    for (int i = 0; i < COUNT; i++) {
+#pragma GCC unroll 4
+      for (int j = 0; j < LINES; j++) __builtin_prefetch(next[i] + 64 * j, 0, 2);
+      next[i] += stride;
+    }
+  }
 };
-struct NoPrefetch {};
+struct NoPrefetch {
+  PE_ALWAYS_INLINE void step() {}
+};
 
 // acc[r] += sum over k < count of a(r, k) * b[p][k * ldb .. + 16]
 template <int MR, int NP, class Rows, class T, class Ahead = NoPrefetch>
 PE_ALWAYS_INLINE void accumulate(Accumulators<MR, NP * kPanelVecs>& acc, const Rows& a, const T* const (&b)[NP], int64_t ldb,
                                  int count, Ahead ahead = {}) {
-#pragma GCC unroll 4
   for (int k = 0; k < count; k++) {
-    if constexpr (sizeof(Ahead) == sizeof(Prefetch)) {
-      __builtin_prefetch(ahead.next, 0, 2);
-      ahead.next += ahead.stride;
-    }
+    ahead.step();
     VecF columns[NP * kPanelVecs];
 #pragma GCC unroll 4
     for (int p = 0; p < NP; p++) {
@@ -153,7 +161,7 @@ struct GemmTileArgs {
   float* c;
   int64_t ldc;
   bool add;  // to c, or overwrite it
-  Prefetch ahead = {};
+  Prefetch<1, 1> ahead = {};
 };
 
 struct GemmTile {
@@ -168,7 +176,7 @@ struct GemmTile {
     } else {
       zero_tile(acc);
     }
-    if (args.ahead.next != nullptr) {
+    if (args.ahead.next[0] != nullptr) {
       accumulate<MR, NP>(acc, StridedRows<MR>(args.a, args.lda), b, args.ldb, args.k, args.ahead);
     } else {
       accumulate<MR, NP>(acc, StridedRows<MR>(args.a, args.lda), b, args.ldb, args.k);

@@ -2,8 +2,8 @@
 //
 // Every instruction set's header defines: VecF, kLanes, zero, set1, load (from each storage type), store (float, Float16,
 // BFloat16), + - * /, fma(a, b, c) = a * b + c, fnma(a, b, c) = c - a * b, min, max (NaN in the second operand survives), abs,
-// sqrt, round_to_int, pow2_int, zero_below, select_less, hsum and hmax. Units are compiled with -ffp-contract=off: nothing is
-// fused but fma.
+// sqrt, round_to_int, mul_pow2, zero_below, select_less, hsum, hmax and first_lane. Units are compiled with -ffp-contract=off:
+// nothing is fused but fma.
 #pragma once
 #include "scalar_convert.h"
 #if defined(PE_SIMD_AVX512)
@@ -36,21 +36,26 @@ inline void store_partial(T* p, VecF x, int n) {
   for (int i = 0; i < n; i++) p[i] = buffer[i];
 }
 
-// e^x, relative error below 2e-7 in [-87.33, 88.37]; 0 below, infinity above, NaN stays.
-inline VecF exp(VecF x) {
-  const VecF clamped = min(set1(89.0f), max(set1(-87.33f), x));
-  const VecF n = round_to_int(clamped * set1(1.44269504f));
-  VecF r = fnma(n, set1(0.693359375f), clamped);
+// e^x = 2^n e^r, |r| <= ln 2 / 2; e^r by the minimax polynomial of Cephes' expf.
+inline VecF exp_unclamped(VecF x) {
+  const VecF n = round_to_int(x * set1(1.44269504f));
+  VecF r = fnma(n, set1(0.693359375f), x);
   r = fnma(n, set1(-2.12194440e-4f), r);
-  VecF p = set1(1.9875691500e-4f);  // the minimax polynomial of Cephes' expf on [-ln 2 / 2, ln 2 / 2]
+  VecF p = set1(1.9875691500e-4f);
   p = fma(p, r, set1(1.3981999507e-3f));
   p = fma(p, r, set1(8.3334519073e-3f));
   p = fma(p, r, set1(4.1665795894e-2f));
   p = fma(p, r, set1(1.6666665459e-1f));
   p = fma(p, r, set1(5.0000001201e-1f));
   p = fma(p, r * r, r + set1(1.0f));
-  return zero_below(p * pow2_int(n), x, -87.33f);
+  return mul_pow2(p, n);
 }
+
+// Relative error below 2e-7 in [-87.33, 88.37]; 0 below, infinity above, NaN stays.
+inline VecF exp(VecF x) { return zero_below(exp_unclamped(min(set1(89.0f), max(set1(-87.33f), x))), x, -87.33f); }
+
+// The same for x <= 0 or NaN.
+inline VecF exp_nonpositive(VecF x) { return zero_below(exp_unclamped(x), x, -87.33f); }
 
 }  // namespace PE_ISA
 }  // namespace pyengine::cpu

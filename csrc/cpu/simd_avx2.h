@@ -61,9 +61,10 @@ inline VecF sqrt(VecF a) { return {_mm256_sqrt_ps(a.v)}; }
 
 // To the nearest whole number, for |x| < 2^22.
 inline VecF round_to_int(VecF x) { return {_mm256_round_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
-// 2^n for whole n in [-126, 128]; 2^128 is infinity.
-inline VecF pow2_int(VecF n) {
-  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n.v), _mm256_set1_epi32(127)), 23))};
+// x * 2^n for whole n in [-126, 128], 2^128 being infinity; any value for other n.
+inline VecF mul_pow2(VecF x, VecF n) {
+  const __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n.v), _mm256_set1_epi32(127)), 23);
+  return {_mm256_mul_ps(x.v, _mm256_castsi256_ps(exponent))};
 }
 // x where `key` >= bound or is NaN, 0 elsewhere.
 inline VecF zero_below(VecF x, VecF key, float bound) {
@@ -74,6 +75,8 @@ inline VecF zero_below(VecF x, VecF key, float bound) {
 inline VecF select_less(VecF a, VecF b, VecF yes, VecF no) {
   return {_mm256_blendv_ps(no.v, yes.v, _mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ))};
 }
+
+inline float first_lane(VecF x) { return _mm256_cvtss_f32(x.v); }
 
 // The order of the sum is fixed: halves, then halves of them.
 inline float hsum(VecF x) {

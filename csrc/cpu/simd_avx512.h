@@ -62,10 +62,8 @@ inline VecF sqrt(VecF a) { return {_mm512_sqrt_ps(a.v)}; }
 
 // To the nearest whole number, for |x| < 2^22.
 inline VecF round_to_int(VecF x) { return {_mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
-// 2^n for whole n in [-126, 128]; 2^128 is infinity.
-inline VecF pow2_int(VecF n) {
-  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127)), 23))};
-}
+// x * 2^n for whole n; beyond the exponents there are, 0 or infinity.
+inline VecF mul_pow2(VecF x, VecF n) { return {_mm512_scalef_ps(x.v, n.v)}; }
 // x where `key` >= bound or is NaN, 0 elsewhere.
 inline VecF zero_below(VecF x, VecF key, float bound) {
   return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(key.v, _mm512_set1_ps(bound), _CMP_NLT_UQ), x.v)};
@@ -75,6 +73,8 @@ inline VecF zero_below(VecF x, VecF key, float bound) {
 inline VecF select_less(VecF a, VecF b, VecF yes, VecF no) {
   return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), no.v, yes.v)};
 }
+
+inline float first_lane(VecF x) { return _mm512_cvtss_f32(x.v); }
 
 // The order of the sum is fixed: halves, then halves of them.
 inline float hsum(VecF x) {

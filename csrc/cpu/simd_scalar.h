@@ -50,13 +50,17 @@ inline VecF round_to_int(VecF x) {
   const VecF magic = set1(12582912.0f);  // 1.5 * 2^23: the sum has no room for a fraction
   return (x + magic) - magic;
 }
-// 2^n for whole n in [-126, 128]; 2^128 is infinity.
-inline VecF pow2_int(VecF n) { return {reinterpret_cast<FloatLanes>((__builtin_convertvector(n.v, IntLanes) + 127) << 23)}; }
+// x * 2^n for whole n in [-126, 128], 2^128 being infinity; any value for other n.
+inline VecF mul_pow2(VecF x, VecF n) {
+  return {x.v * reinterpret_cast<FloatLanes>((__builtin_convertvector(n.v, IntLanes) + 127) << 23)};
+}
 // x where `key` >= bound or is NaN, 0 elsewhere.
 inline VecF zero_below(VecF x, VecF key, float bound) { return select(key.v < set1(bound).v, zero(), x); }
 
 // a < b ? yes : no, lane by lane; NaN compares false.
 inline VecF select_less(VecF a, VecF b, VecF yes, VecF no) { return select(a.v < b.v, yes, no); }
+
+inline float first_lane(VecF x) { return x.v[0]; }
 
 // The order of the sum is fixed: halves, then neighbours.
 inline float hsum(VecF x) { return (x.v[0] + x.v[2]) + (x.v[1] + x.v[3]); }

@@ -57,6 +57,31 @@ struct TileMemory {
         visible(reinterpret_cast<int*>(states + 2 * shape.state_floats(shape.max_rows))) {}
 };
 
+// Products [rows, 16 NP] of query rows and NP groups of keys, as GemmTile; meanwhile the same tokens' values are fetched.
+template <class T>
+struct KeyProductArgs {
+  GemmTileArgs<T> gemm;
+  const T* const* values;  // [panels]
+};
+
+struct KeyProduct {
+  template <int MR, int NP, class T>
+  static void run(const KeyProductArgs<T>& args) {
+    Accumulators<MR, NP * kPanelVecs> acc;
+    zero_tile(acc);
+    const T* b[NP];
+    Prefetch<NP, 1> ahead;
+    ahead.stride = kPanel * sizeof(T);
+#pragma GCC unroll 4
+    for (int p = 0; p < NP; p++) {
+      b[p] = args.gemm.panels[p];
+      ahead.next[p] = reinterpret_cast<const char*>(args.values[p]);
+    }
+    accumulate<MR, NP>(acc, StridedRows<MR>(args.gemm.a, args.gemm.lda), b, args.gemm.ldb, args.gemm.k, ahead);
+    store_tile(acc, args.gemm.c, args.gemm.ldc);
+  }
+};
+
 // out [rows, 16 NP] += weights [rows, kKeyBlock] * values, over tokens [begin, end) of a block.
 template <class T>
 struct WeightedSumArgs {
@@ -68,6 +93,8 @@ struct WeightedSumArgs {
   int ld_out;
 };
 
+// With AHEAD, the next block's keys are fetched meanwhile: for decodes, which wait for memory.
+template <bool AHEAD>
 struct WeightedSum {
   template <int MR, int NP, class T>
   static void run(const WeightedSumArgs<T>& args) {
@@ -81,9 +108,24 @@ struct WeightedSum {
       const T* b[NP];
 #pragma GCC unroll 4
       for (int p = 0; p < NP; p++) b[p] = values.values + (begin - values.offset) * args.block->value_stride + args.columns[p];
-      accumulate<MR, NP>(acc, FixedRows<kKeyBlock>{args.weights + begin}, b, args.block->value_stride, end - begin);
+      accumulate<MR, NP>(acc, FixedRows<kKeyBlock>{args.weights + begin}, b, args.block->value_stride, end - begin,
+                         ahead<NP>(args, begin / kPanel));
     }
     store_tile(acc, args.out, args.ld_out);
+  }
+
+ private:
+  // 16 steps of this many lines fetch what the panels' share of a dense key page is.
+  template <int NP, class T>
+  static PE_ALWAYS_INLINE auto ahead(const WeightedSumArgs<T>& args, int group) {
+    if constexpr (AHEAD) {
+      constexpr int kLines = NP * sizeof(T) < 4 ? 1 : NP * sizeof(T) / 4;
+      const T* next = args.block->next_keys[group];
+      if (next == nullptr) return Prefetch<1, kLines>{{reinterpret_cast<const char*>(args.block->groups[group])}, 0};
+      return Prefetch<1, kLines>{{reinterpret_cast<const char*>(next + args.columns[0] * kPanel)}, 64 * kLines};
+    } else {
+      return NoPrefetch();
+    }
   }
 };
 
@@ -122,7 +164,7 @@ class TileRunner {
       const int end = tile_.end - start < kKeyBlock ? static_cast<int>(tile_.end - start) : kKeyBlock;
       if constexpr (sizeof(T) > 1) {
         if (pages_.direct(num_rows_)) {
-          run_block(start, pages_.view(start, begin, end), state);
+          run_block(start, pages_.view(start, begin, end, tile_.end), state);
           continue;
         }
       }
@@ -189,15 +231,27 @@ class TileRunner {
     const int first = block.begin / kPanel, last = (block.end - 1) / kPanel;
     for (int group = first / panels * panels; group <= last; group += panels) {
       const B* keys[kWidePanelColumns / kPanel];
+      const B* values[kWidePanelColumns / kPanel];
       for (int i = 0; i < panels; i++) {
-        keys[i] = block.groups[group + i < first ? first : group + i > last ? last : group + i];
+        const int source = group + i < first ? first : group + i > last ? last : group + i;
+        keys[i] = block.groups[source];
+        values[i] = block.value_groups[source];
       }
       for (int tile = 0; tile < row_tiles_.count; tile++) {
-        const int row = row_tiles_.first_row(tile);
-        with_tile_shape<GemmTile>(
-            row_tiles_.rows_of(tile), row_tiles_.max_rows(),
-            GemmTileArgs<B>{memory_.query + row * shape_.ld_value, shape_.ld_value, keys, block.key_stride, p_.head_dim,
-                            memory_.logits + row * kKeyBlock + group * kPanel, kKeyBlock, false});
+        const int row = row_tiles_.first_row(tile), rows = row_tiles_.rows_of(tile);
+        const GemmTileArgs<B> args{memory_.query + row * shape_.ld_value,
+                                   shape_.ld_value,
+                                   keys,
+                                   block.key_stride,
+                                   p_.head_dim,
+                                   memory_.logits + row * kKeyBlock + group * kPanel,
+                                   kKeyBlock,
+                                   false};
+        if (fetches_ahead(block)) {
+          with_tile_shape<KeyProduct>(rows, rows, KeyProductArgs<B>{args, values});
+        } else {
+          with_tile_shape<GemmTile>(rows, row_tiles_.max_rows(), args);
+        }
       }
     }
   }
@@ -229,10 +283,20 @@ class TileRunner {
     for (int panel = 0; panel < total; panel += panels) {
       int columns[kWidePanelColumns / kPanel];
       for (int i = 0; i < panels; i++) columns[i] = kPanel * (panel + i < total ? panel + i : total - 1);
-      with_tile_shape<WeightedSum>(rows, rows,
-                                   WeightedSumArgs<B>{memory_.logits + row * kKeyBlock, &block, begin, end, columns,
-                                                      state.out + row * state.ld + panel * kPanel, state.ld});
+      const WeightedSumArgs<B> args{
+          memory_.logits + row * kKeyBlock, &block, begin, end, columns, state.out + row * state.ld + panel * kPanel, state.ld};
+      if (fetches_ahead(block)) {
+        with_tile_shape<WeightedSum<true>>(rows, rows, args);
+      } else {
+        with_tile_shape<WeightedSum<false>>(rows, rows, args);
+      }
     }
+  }
+
+  // A single row tile does too little with each key to be busy: it waits for memory.
+  template <class B>
+  bool fetches_ahead(const KeyBlock<B>& block) const {
+    return row_tiles_.count == 1 && block.value_groups[block.begin / kPanel] != nullptr;
   }
 
   const PagedAttentionParams& p_;

@@ -32,6 +32,8 @@ struct KeyBlock {
   ValueRun<T> runs[kGroups];  // of [begin, end)
   int num_runs;
   int64_t value_stride;
+  const T* value_groups[kGroups];  // the first value of each group in use, for fetching ahead; else null
+  const T* next_keys[kGroups];     // the next block's groups, where there are any; else null
 };
 
 // Where a sequence's keys and values of one KV head lie.
@@ -52,9 +54,17 @@ class SequencePages {
   }
 
   // Tokens [first + begin, first + end), `first` being the block's first position.
-  KeyBlock<T> view(int64_t first, int begin, int end) const {
-    KeyBlock<T> block{begin, end, {}, p_.k_dim_stride, {}, 0, p_.v_token_stride};
-    for (int group = begin / kPanel; group * kPanel < end; group++) block.groups[group] = key(first + group * kPanel);
+  // Positions up to `limit` are in use, for what is fetched ahead.
+  KeyBlock<T> view(int64_t first, int begin, int end, int64_t limit) const {
+    KeyBlock<T> block{begin, end, {}, p_.k_dim_stride, {}, 0, p_.v_token_stride, {}, {}};
+    for (int group = 0; group < kGroups; group++) {
+      const int64_t position = first + kKeyBlock + group * kPanel;
+      if (position < limit) block.next_keys[group] = key(position);
+    }
+    for (int group = begin / kPanel; group * kPanel < end; group++) {
+      block.groups[group] = key(first + group * kPanel);
+      block.value_groups[group] = value(first + group * kPanel);
+    }
     for (int token = begin; token < end;) {
       const int count = run_length(first + token, end - token);
       block.runs[block.num_runs++] = {value(first + token), token, count};
@@ -72,7 +82,7 @@ class SequencePages {
       for (int i = 0; i < count; i++) widen_value(first + token + i, values + (token + i) * width);
       token += count;
     }
-    KeyBlock<float> block{begin, end, {}, kKeyBlock, {}, 1, width};
+    KeyBlock<float> block{begin, end, {}, kKeyBlock, {}, 1, width, {}, {}};
     for (int group = begin / kPanel; group * kPanel < end; group++) block.groups[group] = keys + group * kPanel;
     block.runs[0] = {values + begin * width, begin, end - begin};
     return block;

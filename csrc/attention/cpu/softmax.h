@@ -21,11 +21,8 @@ struct SoftmaxState {
   }
 };
 
-inline float exp_scalar(float x) {
-  float lanes[kLanes];
-  store(lanes, exp(set1(x)));
-  return lanes[0];
-}
+// e^x for one x <= 0.
+inline float exp_scalar(float x) { return first_lane(exp_nonpositive(set1(x))); }
 
 inline void scale_row(float* x, float factor, int n) {
   const VecF f = set1(factor);
@@ -80,7 +77,7 @@ inline void softmax_row(float* s, int begin, int end, const LogitOptions& option
   const float shift = new_max == -__builtin_inff() ? 0.0f : new_max;
   VecF sum = zero();
   for (int i = first; i < end; i += kLanes) {
-    const VecF weight = exp(load(s + i) - set1(shift));
+    const VecF weight = exp_nonpositive(load(s + i) - set1(shift));
     store(s + i, weight);
     sum += weight;
   }

@@ -166,10 +166,10 @@ class LinearUnit {
     const int ldc = plan_.panels_per_group * kPanel;
     for (int tile = rows.first_tile; tile < rows.end_tile; tile++) {
       const int i = tile - rows.first_tile, row = plan_.tiles.first_row(tile);
-      Prefetch ahead = {};
+      Prefetch<1, 1> ahead = {};
       if (k0 + k == p_.in_features) fetch_output(rows, row, plan_.tiles.rows_of(tile));
       if (i < plan_.panels_per_group && rows.end_tile - rows.first_tile > 1) {
-        ahead = {reinterpret_cast<const char*>(next[i]), kPanel * static_cast<int64_t>(sizeof(W))};
+        ahead = {{reinterpret_cast<const char*>(next[i])}, kPanel * static_cast<int64_t>(sizeof(W))};
       }
       with_tile_shape<GemmTile>(plan_.tiles.rows_of(tile), plan_.tiles.max_rows(),
                                 GemmTileArgs<T>{a_ + row * lda_ + k0, lda_, panels, kPanel, k,
