@@ -76,7 +76,7 @@ PYENGINE_DEVICE void copy_rows(const PagedAttentionParams& p, const PagedKv<kFor
                                KeyRange range, int thread) {
   constexpr int kGroup = 8, kGroupPieces = kGroup * Tile::kChunks / kThreads > 1 ? kGroup * Tile::kChunks / kThreads : 1;
   constexpr int kBases = kTokens * Tile::kChunks / kThreads / kGroupPieces;
-  constexpr int kUnroll = kBases * kGroupPieces > 16 ? 1 : kBases;  // large heads have no registers to spare
+  [[maybe_unused]] constexpr int kUnroll = kBases * kGroupPieces > 16 ? 1 : kBases;  // large heads have no registers to spare
   static_assert(kBases * kGroupPieces * kThreads == kTokens * Tile::kChunks, "every thread copies the same number of chunks");
   static_assert(kThreads > kGroup * Tile::kChunks || kGroup * Tile::kChunks % kThreads == 0,
                 "a thread changes group at a piece");
