@@ -94,7 +94,7 @@ PYENGINE_DEVICE SimtWork find_simt_work(const PagedAttentionParams& p, bool plan
 }
 
 template <KvFormat kFormat, int kHeadDim>
-__global__ void __launch_bounds__(128) attention_simt_kernel(PagedAttentionParams p, bool planned) {
+__global__ void __launch_bounds__(128, 2) attention_simt_kernel(PagedAttentionParams p, bool planned) {
   using Shape = SimtShape<kHeadDim>;
   const SimtWork work = find_simt_work(p, planned);
   if (work.seq < 0) return;
