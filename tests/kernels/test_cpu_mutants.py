@@ -1,0 +1,183 @@
+"""A test of the tests: bugs planted in the CPU kernels must be caught by the kernel tests."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from native import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+_TILE, _SOFTMAX = "csrc/attention/cpu/attention_tile.h", "csrc/attention/cpu/softmax.h"
+_KEYS, _LAUNCH = "csrc/attention/cpu/key_block.h", "csrc/attention/cpu/paged_attention.cpp"
+_LINEAR, _GEMM = "csrc/layers/cpu/linear.cpp", "csrc/cpu/gemm_tile.h"
+_RESHAPE, _COPY = "csrc/cache/cpu/reshape_and_cache.cpp", "csrc/cache/cpu/copy_blocks.cpp"
+_NORM, _ROTARY, _ACT = "csrc/layers/cpu/rms_norm.cpp", "csrc/layers/cpu/rotary.h", "csrc/layers/cpu/act_and_mul.cpp"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`old`, found once in `file`, becomes `new`; a test of test_`suite`.py must fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    suite: str = "paged_attention"
+
+
+MUTANTS = [
+    Mutant("causal mask sees one key more", _TILE, "position + 1 - start < block.end", "position + 2 - start < block.end"),
+    Mutant("window one wider", _TILE, "position - p_.sliding_window + 1", "position - p_.sliding_window"),
+    Mutant("rows share keys that one does not see", _TILE, "visible[2 * row + 1] < end ?", "visible[2 * row + 1] > end ?"),
+    Mutant(
+        "keys before the common ones left out", _TILE, "add_range(block, row, 1, memory_.visible[2 * row], begin, state)", ""
+    ),
+    Mutant("sums not rescaled", _SOFTMAX, "if (factor != 1.0f) scale_row(out_row, factor, ld);", ""),
+    Mutant(
+        "later partition not rescaled", _SOFTMAX, "fma(load(b + i), fb, load(a + i) * fa)", "load(b + i) + load(a + i) * fa"
+    ),
+    Mutant("sink left out", _SOFTMAX, "sum = sum * factor + exp_scalar(*sink - new_max);", "sum = sum * factor;"),
+    Mutant("ALiBi by the key's place in its block", _SOFTMAX, "index + set1(distance)", "index"),
+    Mutant("soft-cap twice as hard", _SOFTMAX, "exp(x * set1(2.0f / cap))", "exp(x * set1(4.0f / cap))"),
+    Mutant(
+        "NaN in unwritten slots survives the mask",
+        _SOFTMAX,
+        "select_less(index, set1(end), x, hidden)",
+        "x + select_less(index, set1(end), zero(), hidden)",
+    ),
+    Mutant("scale of the wrong token", _KEYS, "kv_head_ * head_stride + slot(position)]", "kv_head_ * head_stride]"),
+    Mutant(
+        "page table not followed",
+        _KEYS,
+        "table_[position >> p_.block_shift]",
+        "table_[0] + (position >> p_.block_shift)",
+    ),
+    Mutant(
+        "first partition of a window left out",
+        _LAUNCH,
+        "return run.begin / kPartition;",
+        "return (run.begin + kPartition - 1) / kPartition;",
+    ),
+    Mutant(
+        "a split partition merged twice",
+        _LAUNCH,
+        "for (int64_t i = 1; i < merge.num_states",
+        "for (int64_t i = 0; i < merge.num_states",
+    ),
+    Mutant(
+        "partitions of a split tile start elsewhere",
+        _LAUNCH,
+        "runner.run_partition(item.partition, state(item.state, runner.num_rows()));",
+        "runner.run_partition(item.partition + (item.state == 0), state(item.state, runner.num_rows()));",
+        "batch_invariance",
+    ),
+    Mutant(
+        "rows of a tile not fused alike",
+        _GEMM,
+        "acc.v[r][j] = fma(x, columns[j], acc.v[r][j]);",
+        "acc.v[r][j] = r > 0 ? x * columns[j] + acc.v[r][j] : fma(x, columns[j], acc.v[r][j]);",
+        "batch_invariance",
+    ),
+    Mutant("later depth blocks overwrite", _LINEAR, "ldc, k0 > 0, ahead", "ldc, false, ahead", "linear"),
+    Mutant(
+        "bias of the panel's first half",
+        _LINEAR,
+        "load_partial(bias + column + j, count)",
+        "load_partial(bias + column, count)",
+        "linear",
+    ),
+    Mutant(
+        "last row block left out",
+        _LINEAR,
+        "int64_t{plan.units_per_block} * plan.num_blocks;",
+        "int64_t{plan.units_per_block} * (plan.num_blocks - (plan.num_blocks > 1));",
+        "linear",
+    ),
+    Mutant("input widened without its stride", _LINEAR, "row * p.input_stride;", "row * p.in_features;", "linear"),
+    Mutant("padding slots written", _RESHAPE, "if (slot < 0) continue;", "if (slot < -1) continue;", "cache_ops"),
+    Mutant("INT8 truncated", _RESHAPE, "__builtin_rintf(code)", "__builtin_truncf(code)", "cache_ops"),
+    Mutant("FP8 scale of another head", _RESHAPE, "side.scale[head] : 1.0f", "side.scale[0] : 1.0f", "cache_ops"),
+    Mutant(
+        "copies backwards",
+        _COPY,
+        "block_mapping[2 * pair + 1] * block_bytes",
+        "block_mapping[2 * pair] * block_bytes",
+        "cache_ops",
+    ),
+    Mutant(
+        "last piece of a block left out",
+        _COPY,
+        "(block_bytes + kBytesPerUnit - 1) / kBytesPerUnit",
+        "block_bytes / kBytesPerUnit + (block_bytes < kBytesPerUnit)",
+        "cache_ops",
+    ),
+    Mutant("norm without epsilon", _NORM, "static_cast<float>(n) + epsilon", "static_cast<float>(n)", "layer_ops"),
+    Mutant(
+        "norm's last elements left out", _NORM, "sum[0] = fma(v, v, sum[0]);", "sum[0] = fma(v, zero(), sum[0]);", "layer_ops"
+    ),
+    Mutant("rotation backwards", _ROTARY, "fnma(b, s, a * c)", "fma(b, s, a * c)", "layer_ops"),
+    Mutant("pairs as halves", _ROTARY, "if (is_neox)", "if (true)", "layer_ops"),
+    Mutant("gelu without the cubic term", _ACT, "set1(0.044715f)", "set1(0.0f)", "layer_ops"),
+    Mutant("up from the gate's half", _ACT, "load_partial(gate + p.d + i", "load_partial(gate + i", "layer_ops"),
+]
+
+
+class Checkout:
+    """A copy of the sources with its own build of `pyengine._C`."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        for folder in ("csrc", "tools"):
+            shutil.copytree(ROOT / folder, root / folder)
+        shutil.copytree(ROOT / "pyengine", root / "pyengine", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+        shutil.copy(ROOT / "CMakeLists.txt", root)
+        options = [f"-DPython_EXECUTABLE={sys.executable}", f"-DPYENGINE_OUTPUT_DIR={root / 'pyengine'}"]
+        options += ["-DCMAKE_CXX_FLAGS_RELEASE=-O1"]
+        subprocess.run(["cmake", "-S", str(root), "-B", str(root / "build"), "-G", "Ninja", *options], check=True)
+
+    def build(self) -> None:
+        subprocess.run(["cmake", "--build", str(self.root / "build"), "--target", "_C"], check=True)
+
+    def run_tests(self, suite: str) -> subprocess.CompletedProcess[str]:
+        tests = str(ROOT / "tests" / "kernels" / f"test_{suite}.py")
+        options = ["-x", "-q", "-m", "not slow", "-k", "cpu-avx2", "-c", str(ROOT / "pyproject.toml"), "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", *options, tests]
+        return subprocess.run(command, cwd=self.root, capture_output=True, text=True, timeout=600)
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    copy = Checkout(tmp_path_factory.mktemp("checkout"))
+    copy.build()
+    return copy
+
+
+@pytest.mark.parametrize("suite", sorted({mutant.suite for mutant in MUTANTS}))
+def test_unchanged_sources_pass(checkout: Checkout, suite: str) -> None:
+    result = checkout.run_tests(suite)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_caught(checkout: Checkout, mutant: Mutant) -> None:
+    path = checkout.root / mutant.file
+    source = path.read_text()
+    assert source.count(mutant.old) == 1, "the planted bug no longer fits its source"
+    path.write_text(source.replace(mutant.old, mutant.new))
+    try:
+        checkout.build()
+        result = checkout.run_tests(mutant.suite)
+    finally:
+        path.write_text(source)
+    # 1: a test failed. Below 0: the bug crashed the process.
+    assert result.returncode == 1 or result.returncode < 0, f"not caught: {result.returncode}\n{result.stdout}{result.stderr}"
+
+
+def test_planted_bugs_differ() -> None:
+    assert len({(mutant.file, mutant.old, mutant.new) for mutant in MUTANTS}) == len(MUTANTS)
