@@ -8,9 +8,11 @@ namespace pyengine::cpu {
 namespace PE_ISA {
 namespace {
 
-constexpr int kTileRows = 96;       // query rows of a prefill tile
-constexpr int kTilesPerThread = 4;  // with fewer, long tiles are split by partitions of keys
-constexpr int kCostBuckets = 48;    // of tiles, by the logarithm of rows * keys
+constexpr int kTileRows = 96;  // query rows of a prefill tile
+constexpr int kTilesPerThread =
+    4;  // a tile that costs more than this fraction of a thread's share is split by partitions of keys
+constexpr int64_t kMaxStateBytes = 64 * 1024 * 1024;  // of the partitions' results that await their merge
+constexpr int kCostBuckets = 48;                      // of tiles, by the logarithm of rows * keys
 
 // A run of one sequence's query tokens; each KV head makes a tile of it.
 struct QueryRun {
@@ -38,9 +40,11 @@ void for_each_run(const PagedAttentionParams& p, int tokens, const Fn& fn) {
   }
 }
 
+// Query rows times keys, without the factors that all runs share.
+int64_t cost(const QueryRun& run) { return int64_t{run.num_tokens} * (run.num_keys - run.begin); }
+
 int cost_bucket(const QueryRun& run) {
-  const uint64_t cost = static_cast<uint64_t>(run.num_tokens) * static_cast<uint64_t>(run.num_keys - run.begin) + 1;
-  const int log2 = 63 - __builtin_clzll(cost);
+  const int log2 = 63 - __builtin_clzll(static_cast<uint64_t>(cost(run)) + 1);
   return log2 < kCostBuckets ? kCostBuckets - 1 - log2 : 0;
 }
 
@@ -57,6 +61,7 @@ int sorted_runs(const PagedAttentionParams& p, int tokens, QueryRun* runs) {
 
 int64_t first_partition(const QueryRun& run) { return run.begin / kPartition; }
 int64_t end_partition(const QueryRun& run) { return (int64_t{run.num_keys} + kPartition - 1) / kPartition; }
+int64_t num_partitions(const QueryRun& run) { return end_partition(run) - first_partition(run); }
 
 template <class T>
 class Launch {
@@ -64,19 +69,73 @@ class Launch {
   explicit Launch(const PagedAttentionParams& p) : p_(p), tokens_(tokens_per_tile(p)), shape_(p, tokens_) {}
 
   void run() {
-    runs_ = static_cast<QueryRun*>(shared_scratch(p_.num_tokens * sizeof(QueryRun)));
-    num_runs_ = sorted_runs(p_, tokens_, runs_);
-    const int64_t tiles = int64_t{num_runs_} * p_.num_kv_heads;
-    int64_t parts = 0;
-    for (int i = 0; i < num_runs_; i++) parts += end_partition(runs_[i]) - first_partition(runs_[i]);
-    if (get_num_threads() > 1 && tiles < int64_t{kTilesPerThread} * get_num_threads() && parts > num_runs_) {
-      run_split(parts);
-    } else {
-      parallel_for(tiles, [&](int64_t i, int) { run_whole(i); });
-    }
+    int64_t num_items, num_merges, num_states;
+    plan(&num_items, &num_merges, &num_states);
+    char* memory = static_cast<char*>(shared_scratch(num_states * shape_.state_floats(shape_.max_rows) * sizeof(float) +
+                                                     num_items * sizeof(Item) + num_merges * sizeof(Merge) +
+                                                     p_.num_tokens * sizeof(QueryRun)));
+    states_ = reinterpret_cast<float*>(memory);
+    items_ = reinterpret_cast<Item*>(states_ + num_states * shape_.state_floats(shape_.max_rows));
+    merges_ = reinterpret_cast<Merge*>(items_ + num_items);
+    runs_ = reinterpret_cast<QueryRun*>(merges_ + num_merges);
+    fill_items(sorted_runs(p_, tokens_, runs_));
+    parallel_for(num_items, [&](int64_t i, int) {
+      if (items_[i].state < 0) {
+        run_whole(items_[i].tile);
+      } else {
+        run_part(items_[i]);
+      }
+    });
+    parallel_for(num_merges, [&](int64_t i, int) { merge_parts(merges_[i]); });
   }
 
  private:
+  // A whole tile, or one partition of it.
+  struct Item {
+    int64_t tile, partition, state;  // state < 0: the whole tile
+  };
+  // The states of a tile's partitions, one after the other.
+  struct Merge {
+    int64_t tile, first_state, num_states;
+  };
+
+  // Splits what would leave threads idle. How the work is cut changes no result: run_whole merges the same partitions in the
+  // same order.
+  bool is_split(const QueryRun& run) const { return cost(run) > split_above_ && num_partitions(run) > 1; }
+
+  void plan(int64_t* num_items, int64_t* num_merges, int64_t* num_states) {
+    int64_t total = 0;
+    for_each_run(p_, tokens_, [&](const QueryRun& run) { total += cost(run) * p_.num_kv_heads; });
+    const int threads = get_num_threads();
+    split_above_ = threads > 1 ? total / (int64_t{kTilesPerThread} * threads) : INT64_MAX;
+    for (;;) {
+      int64_t runs = 0, split_runs = 0, parts = 0;
+      for_each_run(p_, tokens_, [&](const QueryRun& run) {
+        runs++;
+        if (is_split(run)) split_runs++, parts += num_partitions(run);
+      });
+      *num_merges = split_runs * p_.num_kv_heads;
+      *num_states = parts * p_.num_kv_heads;
+      *num_items = *num_states + (runs - split_runs) * p_.num_kv_heads;
+      const int64_t bytes = *num_states * shape_.state_floats(shape_.max_rows) * static_cast<int64_t>(sizeof(float));
+      if (bytes <= kMaxStateBytes) return;
+      split_above_ = INT64_MAX;
+    }
+  }
+
+  void fill_items(int num_runs) const {
+    int64_t item = 0, merge = 0, state = 0;
+    for (int64_t tile = 0; tile < int64_t{num_runs} * p_.num_kv_heads; tile++) {
+      const QueryRun& run = runs_[tile / p_.num_kv_heads];
+      if (!is_split(run)) {
+        items_[item++] = {tile, 0, -1};
+        continue;
+      }
+      merges_[merge++] = {tile, state, num_partitions(run)};
+      for (int64_t i = first_partition(run); i < end_partition(run); i++) items_[item++] = {tile, i, state++};
+    }
+  }
+
   AttentionTile tile(int64_t index) const {
     const QueryRun& run = runs_[index / p_.num_kv_heads];
     return {run.seq,
@@ -89,6 +148,9 @@ class Launch {
   }
   float* tile_memory() const {
     return static_cast<float*>(thread_scratch(TileMemory::floats(shape_, p_.head_dim) * sizeof(float)));
+  }
+  SoftmaxState state(int64_t index, int rows) const {
+    return shape_.state(states_ + index * shape_.state_floats(shape_.max_rows), rows);
   }
 
   void run_whole(int64_t index) const {
@@ -104,54 +166,32 @@ class Launch {
     runner.finish(total);
   }
 
-  // Each partition of each tile by itself, then the merges, in the order of run_whole.
-  void run_split(int64_t parts) {
-    const int64_t state_floats = shape_.state_floats(shape_.max_rows);
-    const int64_t num_states = parts * p_.num_kv_heads;
-    char* memory = static_cast<char*>(
-        shared_scratch(num_states * (state_floats * sizeof(float) + sizeof(Part)) + p_.num_tokens * sizeof(QueryRun)));
-    float* states = reinterpret_cast<float*>(memory);
-    Part* part_list = reinterpret_cast<Part*>(states + num_states * state_floats);
-    runs_ = reinterpret_cast<QueryRun*>(part_list + num_states);
-    num_runs_ = sorted_runs(p_, tokens_, runs_);  // again: the scratch moved
-    int64_t n = 0;
-    for (int64_t i = 0; i < int64_t{num_runs_} * p_.num_kv_heads; i++) {
-      const QueryRun& run = runs_[i / p_.num_kv_heads];
-      for (int64_t j = first_partition(run); j < end_partition(run); j++) part_list[n++] = {i, j};
-    }
-    parallel_for(n, [&](int64_t i, int) {
-      const AttentionTile work = tile(part_list[i].tile);
-      const TileRunner<T> runner(p_, shape_, work, indices_, tile_memory());
-      runner.run_partition(part_list[i].partition, shape_.state(states + i * state_floats, runner.num_rows()));
-    });
-    for (int64_t i = 0; i < n;) i = merge_parts(part_list, states, i, n);
+  void run_part(const Item& item) const {
+    const AttentionTile work = tile(item.tile);
+    const TileRunner<T> runner(p_, shape_, work, indices_, tile_memory());
+    runner.run_partition(item.partition, state(item.state, runner.num_rows()));
   }
 
-  struct Part {
-    int64_t tile, partition;
-  };
-
-  // Merges the parts of one tile, from part i on, into its first one, and writes the rows. Returns the next tile's first part.
-  int64_t merge_parts(const Part* parts, float* states, int64_t i, int64_t n) const {
-    const int64_t state_floats = shape_.state_floats(shape_.max_rows);
-    const AttentionTile work = tile(parts[i].tile);
+  void merge_parts(const Merge& merge) const {
+    const AttentionTile work = tile(merge.tile);
     const TileRunner<T> runner(p_, shape_, work, indices_, tile_memory());
-    const SoftmaxState total = shape_.state(states + i * state_floats, runner.num_rows());
-    int64_t j = i + 1;
-    for (; j < n && parts[j].tile == parts[i].tile; j++) {
-      const SoftmaxState part = shape_.state(states + j * state_floats, runner.num_rows());
+    const SoftmaxState total = state(merge.first_state, runner.num_rows());
+    for (int64_t i = 1; i < merge.num_states; i++) {
+      const SoftmaxState part = state(merge.first_state + i, runner.num_rows());
       for (int row = 0; row < runner.num_rows(); row++) merge_row(total, row, part, row);
     }
     runner.finish(total);
-    return j;
   }
 
   const PagedAttentionParams& p_;
   int tokens_;
   TileShape shape_;
   LaneIndices indices_;
+  int64_t split_above_ = INT64_MAX;
+  float* states_ = nullptr;
+  Item* items_ = nullptr;
+  Merge* merges_ = nullptr;
   QueryRun* runs_ = nullptr;
-  int num_runs_ = 0;
 };
 
 }  // namespace
