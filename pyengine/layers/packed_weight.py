@@ -10,6 +10,9 @@ from torch import Tensor
 
 from pyengine.layers.weights import QuantizedTensor, Weight
 from pyengine.ops import Ops
+from pyengine.ops.host_memory import ChunkAllocator
+
+_MEMORY = ChunkAllocator()
 
 #: Output features in one panel of a packed weight (`kLinearPanel` in csrc/layers/params.h, `kQuantPanel` in quantization's).
 PANEL = 16
@@ -81,10 +84,10 @@ def pack(weights: Sequence[Weight], ops: Ops, dtype: torch.dtype) -> PackedWeigh
         tensors = [torch.cat(tensors)]
     num_panels, in_features = -(-sum(sizes) // PANEL), first.shape[1]
     if format is None:
-        data = torch.empty(num_panels, in_features, PANEL, dtype=dtype)
+        data = _MEMORY.empty((num_panels, in_features, PANEL), dtype)
     else:
         tile = FORMATS[format]
-        data = torch.empty(num_panels, in_features // tile.block_size, tile.tile_bytes, dtype=torch.uint8)
+        data = _MEMORY.empty((num_panels, in_features // tile.block_size, tile.tile_bytes), torch.uint8)
     panel = 0
     for tensor in tensors:
         end = panel + -(-len(tensor) // PANEL)

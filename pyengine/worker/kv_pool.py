@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pyengine.layers.attention_metadata import LayerKVCache
+from pyengine.ops.host_memory import empty_pages
 from pyengine.worker.backend import KVCacheSpec
 
 CACHE_DTYPES: dict[str, torch.dtype] = {
@@ -21,7 +22,7 @@ CACHE_DTYPES: dict[str, torch.dtype] = {
 class BlockPool:
     """A `KVPool`: one tensor for all blocks and layers, so that copying or swapping a block moves one contiguous piece.
 
-    The memory is reserved and not written: the operating system gives each page when it is first used.
+    The memory is reserved and not written: the operating system gives each page when it is first used, on CPUs in huge pages.
 
     Args:
         spec: shape and type.
@@ -29,6 +30,9 @@ class BlockPool:
         device: where the pool lives.
         pin_memory: page-locked host memory, which a GPU copies from and to directly.
         k_dim_major: K lies [head_dim, block_size] inside a block, as the CPU kernels want it; else [block_size, head_dim].
+
+    Raises:
+        OSError, RuntimeError: there is not so much memory on the host, or on a GPU.
     """
 
     def __init__(
@@ -43,13 +47,13 @@ class BlockPool:
         self.spec = spec
         self.num_blocks = num_blocks
         shape = (num_blocks, spec.num_layers, 2, spec.num_kv_heads, spec.block_size)
-        self.data = torch.empty(
-            *shape[:-1],
-            spec.block_size * spec.head_dim,
-            dtype=CACHE_DTYPES[spec.dtype],
-            device=device,
-            pin_memory=pin_memory,
-        )  # [num_blocks, num_layers, 2, num_kv_heads, block_size * head_dim]
+        data_shape = (*shape[:-1], spec.block_size * spec.head_dim)
+        dtype = CACHE_DTYPES[spec.dtype]
+        self.data: Tensor  # [num_blocks, num_layers, 2, num_kv_heads, block_size * head_dim]
+        if device.type == "cpu" and not pin_memory:
+            self.data = empty_pages(data_shape, dtype)
+        else:
+            self.data = torch.empty(data_shape, dtype=dtype, device=device, pin_memory=pin_memory)
         self.scales: Tensor | None = None  # fp32 [num_blocks, num_layers, 2, num_kv_heads, block_size]
         if spec.dtype == "int8":
             self.scales = torch.empty(shape, dtype=torch.float32, device=device, pin_memory=pin_memory)

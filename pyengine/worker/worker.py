@@ -70,7 +70,7 @@ class Worker:
     def _allocate(self, flag: str, spec: KVCacheSpec, num_blocks: int, *, host: bool) -> KVPool:
         try:
             return self._backend.allocate_pool(spec, num_blocks, host=host)
-        except RuntimeError as error:  # torch's out-of-memory errors, on the CPU too
+        except (OSError, OverflowError, RuntimeError) as error:  # the host has not so much, or the address space, or a GPU
             reason = str(error).splitlines()[0]
             raise ConfigError(flag, f"a pool of {num_blocks} KV blocks cannot be allocated: {reason}") from error
 
