@@ -20,6 +20,8 @@ KVCacheDType = Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m
 PreemptionMode = Literal["auto", "recompute", "swap"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 
+#: What `quantization` may be. gguf: the file's own blocks; int8, int4: blocks made from plain weights at load.
+QUANTIZATIONS = ("none", "gguf", "int8", "int4")
 HEAD_DIMS = (32, 64, 80, 96, 112, 120, 128, 192, 256)
 GIB = 1024**3
 
@@ -37,7 +39,7 @@ class EngineArgs:
     chat_template: str | None = None  # a Jinja file or text; the tokenizer's own by default
     device: Device = "auto"  # auto: cuda where torch has it, else cpu
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # weights and activations
-    quantization: str | None = None  # the checkpoint's own by default; none: dequantised weights, for exact comparisons
+    quantization: str | None = None  # the checkpoint's own by default; int8, int4: made from plain weights; none: dequantised
     kv_cache_dtype: KVCacheDType = "auto"  # auto: bfloat16 beside weights that are run quantised, else the model's dtype
     max_model_len: int | None = None  # longest prompt + output, tokens; the model's own by default
     max_num_seqs: int = 256  # sequences in one step
@@ -72,6 +74,8 @@ class EngineArgs:
             raise ConfigError("long_prefill_token_threshold", "must be 0 or more")
         if self.tensor_parallel_size != 1:
             raise ConfigError("tensor_parallel_size", "only 1 is supported")
+        if self.quantization not in (None, *QUANTIZATIONS):
+            raise ConfigError("quantization", f"{self.quantization!r} is not supported; supported: {', '.join(QUANTIZATIONS)}")
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(name, f"must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
@@ -294,13 +298,18 @@ def _resolve_dtype(args: EngineArgs, arch: ModelArchConfig, device: ResolvedDevi
 
 def _resolve_quantization(args: EngineArgs, arch: ModelArchConfig, device: ResolvedDevice) -> str | None:
     """The scheme that the kernels run; None: plain weights, dequantised where the checkpoint's are not."""
-    if args.quantization == "none":
+    scheme = args.quantization
+    if scheme == "none":
         return None
-    scheme = args.quantization or arch.quantization
-    if scheme == "gguf" and device != "cpu":
-        if args.quantization is not None:
-            raise ConfigError("quantization", f"gguf runs on cpu, not on {device}; leave it out to dequantise the weights")
-        return None
+    if scheme is not None and device != "cpu":
+        remedy = "leave it out to dequantise the weights" if scheme == "gguf" else "leave it out to run plain weights"
+        raise ConfigError("quantization", f"{scheme} runs on cpu, not on {device}; {remedy}")
+    if scheme in ("int8", "int4") and arch.quantization is not None:
+        raise ConfigError(
+            "quantization", f"{scheme} is made from plain weights, but the checkpoint's are {arch.quantization}; leave it out"
+        )
+    if scheme is None:
+        return arch.quantization if device == "cpu" else None
     return scheme
 
 

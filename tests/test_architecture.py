@@ -157,6 +157,22 @@ def test_gguf_cannot_be_asked_for_elsewhere() -> None:
         resolve(EngineArgs(device="emulated", quantization="gguf"), "model", replace(ARCH, quantization="gguf"), MACHINE)
 
 
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_plain_weights_may_be_quantised_on_cpus(scheme: str) -> None:
+    args = EngineArgs(device="cpu", quantization=scheme)
+    config = resolve(args, "model", ARCH, MACHINE)
+    assert (config.model.quantization, config.cache.kv_cache_dtype) == (scheme, "bfloat16")
+    with pytest.raises(ConfigError, match=f"quantization: {scheme} is made from plain weights, but the checkpoint's are gguf"):
+        resolve_load(args, replace(ARCH, quantization="gguf"), MACHINE)
+    with pytest.raises(ConfigError, match=f"quantization: {scheme} runs on cpu, not on cuda"):
+        resolve_load(EngineArgs(device="cuda", quantization=scheme), ARCH, replace(MACHINE, has_cuda=True))
+
+
+def test_an_unknown_scheme_is_named_with_those_that_are_supported() -> None:
+    with pytest.raises(ConfigError, match="quantization: 'awq' is not supported; supported: none, gguf, int8, int4"):
+        EngineArgs(quantization="awq")
+
+
 def test_every_flag_is_documented_where_it_stands() -> None:
     source = (ROOT / "pyengine" / "config.py").read_text()
     for f in fields(EngineArgs):

@@ -43,12 +43,14 @@ def start_up(args: EngineArgs) -> EngineParts:
         # Here and not above: they bring torch and transformers, and an engine on other parts needs neither.
         from pyengine.loader.checkpoint import open_checkpoint
         from pyengine.loader.tokenizer import load_tokenizer
+        from pyengine.loader.weights import check_scheme
         from pyengine.worker.executor import UniprocExecutor
         from pyengine.worker.hardware import detect_hardware
     with _phase("checkpoint opened"):
         checkpoint = open_checkpoint(args.model, revision=args.revision, download_dir=args.download_dir)
     hardware = detect_hardware()
     load_config = resolve_load(args, checkpoint.arch, hardware)
+    check_scheme(checkpoint, load_config.quantization)
     tokenizer = None
     if not args.skip_tokenizer_init:
         with _phase("tokenizer loaded"):

@@ -7,11 +7,13 @@ import time
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from pyengine.config import LoadConfig
 from pyengine.errors import ModelLoadError
 from pyengine.layers.weights import Weight
 from pyengine.loader.base import Checkpoint
+from pyengine.loader.quantize import SCHEMES, quantize
 from pyengine.models.interfaces import CausalLM
 from pyengine.models.registry import create_model
 from pyengine.ops import Ops
@@ -28,15 +30,15 @@ def load_model(checkpoint: Checkpoint, load_config: LoadConfig, ops: Ops) -> Cau
 
     Args:
         checkpoint: an open checkpoint.
-        load_config: device, dtype and whether quantised weights are run as they are ("gguf") or dequantised (None).
+        load_config: device, dtype and how weights are run: as quantised blocks that the file has ("gguf") or that are made now
+            ("int8", "int4"), or plain, dequantised where they are not (None).
         ops: the device's kernels.
 
     Raises:
         ModelLoadError: one line naming the file, and the tensor that is missing, unknown, mis-shaped or unreadable.
     """
-    scheme, found = load_config.quantization, checkpoint.arch.quantization or "none"
-    if scheme not in (None, found) and not scheme == checkpoint.format == "gguf":
-        raise ModelLoadError(f"{checkpoint.path}: quantization {scheme!r} was asked for, but the checkpoint's is {found}")
+    scheme = load_config.quantization
+    check_scheme(checkpoint, scheme)
     device = torch.device("cuda" if load_config.device == "cuda" else "cpu")
     started = time.monotonic()
     try:
@@ -44,11 +46,25 @@ def load_model(checkpoint: Checkpoint, load_config: LoadConfig, ops: Ops) -> Cau
     except ModelLoadError as error:
         raise ModelLoadError(f"{checkpoint.path}: {error}") from error
     check_tensors(checkpoint, model)
-    model.load_weights(_with_progress(checkpoint, quantized=scheme == "gguf"))
+    model.load_weights(_with_progress(checkpoint, scheme))
     count, seconds = len(checkpoint.tensor_infos), time.monotonic() - started
     form = load_config.dtype if scheme is None else f"{scheme}, {load_config.dtype} activations"
     logger.info("loaded %d tensors of %s as %s in %.2f s", count, checkpoint.name, form, seconds)
     return model
+
+
+def check_scheme(checkpoint: Checkpoint, scheme: str | None) -> None:
+    """Compare the quantisation that weights are to be run in with what the checkpoint offers.
+
+    Raises:
+        ModelLoadError: naming the file and the scheme.
+    """
+    found = checkpoint.arch.quantization
+    can_run = scheme in (None, found) or (scheme in SCHEMES and found is None) or scheme == checkpoint.format == "gguf"
+    if not can_run:
+        raise ModelLoadError(
+            f"{checkpoint.path}: quantization {scheme!r} was asked for, but the checkpoint's is {found or 'none'}"
+        )
 
 
 def check_tensors(checkpoint: Checkpoint, model: CausalLM) -> None:
@@ -71,9 +87,16 @@ def check_tensors(checkpoint: Checkpoint, model: CausalLM) -> None:
         raise ModelLoadError(f"{checkpoint.path}: tensor {missing[0]} is missing{more}")
 
 
-def _with_progress(checkpoint: Checkpoint, *, quantized: bool) -> Iterator[tuple[str, Weight]]:
+def _with_progress(checkpoint: Checkpoint, scheme: str | None) -> Iterator[tuple[str, Weight]]:
     from tqdm import tqdm
 
-    tensors, total = checkpoint.tensors(quantized=quantized), len(checkpoint.tensor_infos)
+    tensors, total = checkpoint.tensors(quantized=scheme == "gguf"), len(checkpoint.tensor_infos)
     # disable=None: no bar where stderr is not a terminal, so that logs stay readable.
-    yield from tqdm(tensors, total=total, desc="Loading weights", unit="tensor", disable=None)
+    for name, weight in tqdm(tensors, total=total, desc="Loading weights", unit="tensor", disable=None):
+        if scheme in SCHEMES and isinstance(weight, Tensor) and weight.ndim == 2:
+            try:
+                yield name, quantize(name, weight, scheme)
+            except ModelLoadError as error:
+                raise ModelLoadError(f"{checkpoint.tensor_infos[name].file}: {error}") from error
+        else:
+            yield name, weight
