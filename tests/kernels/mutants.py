@@ -113,7 +113,7 @@ MUTANTS = [
         "decode: too little shared memory",
         "decode_mma.cuh",
         "kWarps * kRingBytes > kMergeBytes ? kWarps * kRingBytes : kMergeBytes",
-        "(kWarps * kRingBytes > kMergeBytes ? kWarps * kRingBytes : kMergeBytes) - 1024",
+        "kMergeBytes",
         sanitizer=True,
     ),
     _decode(
@@ -187,7 +187,7 @@ MUTANTS = [
         "const float factor = 1.0f;",
     ),
     _combine("combine: every part merges", "(first > 0 && p.work[first - 1].seq == work.seq)", "false"),
-    _combine("combine: last part left out", "first + num_parts < p.num_work &&", "first + num_parts + 1 < p.num_work &&"),
+    _combine("combine: third part left out", "p.work[first + num_parts].seq == work.seq)", "num_parts < 2)"),
     _both("sink ignored", "if (!p.sinks) return 1.0f;", "return 1.0f;", "decode/bf16,prefill/bf16,simt"),
     _both("ALiBi's sign", "static_cast<float>(key - position)", "static_cast<float>(position - key)", "decode/alibi,simt/fp8"),
     _both("soft-cap left out", "if (has_cap) x = cap * fast_tanh(x);", "", "prefill/window,simt/int8"),
