@@ -4,16 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
+from mirror import MirroredOps
 from torch import Tensor
 
-from pyengine.ops import Ops, get_ops, load_core
+from pyengine.ops import get_ops, load_core
 
 CPU_ISAS = ("scalar", "avx2", "avx512")
 #: Those of the quantised kernels; avx512_vnni takes every other kernel from avx512.
 QUANTIZED_ISAS = (*CPU_ISAS, "avx512_vnni")
+#: What `--kernel-device` may name: the ops, and where the tests' tensors are mirrored to.
+DEVICES = {"cuda": ("cuda", "cuda"), "mirror": ("emulated", "cpu")}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--kernel-device", choices=list(DEVICES), help="run the tests of every backend on this one alone")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "backend" in metafunc.fixturenames:
+        chosen = metafunc.config.getoption("--kernel-device", default=None)
+        names = [chosen] if chosen else [*(f"cpu-{isa}" for isa in CPU_ISAS), "emulated"]
+        metafunc.parametrize("backend", names, indirect=True)
 
 
 @dataclass(frozen=True)
@@ -21,12 +36,17 @@ class KernelBackend:
     """One set of ops, with the instruction set that was forced for it."""
 
     name: str
-    ops: Ops
+    ops: Any  # an Ops, or one that mirrors CPU tensors to a device
     isa: str | None  # None: not a CPU backend
 
     @property
     def is_cpu(self) -> bool:
         return self.isa is not None
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether threads are emulated: such a backend gets the smaller problems only."""
+        return self.name in ("emulated", "mirror")
 
     def key_cache(self, cache: Tensor) -> Tensor:
         """`cache` [num_blocks, num_kv_heads, block_size, head_dim] in the layout of keys that this backend takes."""
@@ -46,6 +66,10 @@ def _use_backend(name: str) -> Iterator[KernelBackend]:
     if name == "emulated":
         yield KernelBackend(name, get_ops("emulated"), None)
         return
+    if name in DEVICES:
+        ops_name, device = DEVICES[name]
+        yield KernelBackend(name, MirroredOps(get_ops(ops_name), torch.device(device)), None)
+        return
     core, isa = load_core(), name.removeprefix("cpu-")
     if isa not in core.supported_isas():
         pytest.skip(f"this CPU lacks {isa}; it has {', '.join(core.supported_isas())}")
@@ -55,7 +79,7 @@ def _use_backend(name: str) -> Iterator[KernelBackend]:
     core.set_isa(previous)
 
 
-@pytest.fixture(params=[*(f"cpu-{isa}" for isa in CPU_ISAS), "emulated"])
+@pytest.fixture
 def backend(request: pytest.FixtureRequest) -> Iterator[KernelBackend]:
     yield from _use_backend(request.param)
 
