@@ -7,6 +7,7 @@
 #else
 #include "cpu/features.h"
 #include "cpu/kernel_table.h"
+#include "cpu/step_plan_module.h"
 #include "cpu/thread_pool.h"
 #endif
 
@@ -105,6 +106,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("get_num_threads", &cpu::get_num_threads, "Threads of the CPU kernels' pool, the caller's included.");
   m.def("set_num_threads", &cpu::set_num_threads, py::arg("num_threads"), py::call_guard<py::gil_scoped_release>(),
         "Resize the pool; waits for the running op. ValueError below 1.");
+  cpu::define_step_plan(m);
 #if defined(PE_CUDA)
   m.attr("has_cuda") = true;
 #else

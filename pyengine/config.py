@@ -56,6 +56,7 @@ class EngineArgs:
     static_batching: bool = False  # run each batch, rows that ended included, to its end; only to compare with
     seed: int = 0  # of weights that are random and of nothing else: unseeded requests differ
     num_threads: int | None = None  # CPU kernel threads; the process's cores by default
+    enforce_eager: bool = False  # run each step op by op; by default a CPU's steps are recorded once and replayed
     tensor_parallel_size: int = 1  # devices that share each layer's weights
     disable_log_stats: bool = False  # no periodic log line with throughput and KV usage
 
@@ -177,6 +178,7 @@ class LoadConfig:
 class DeviceConfig:
     device: ResolvedDevice
     num_threads: int
+    enforce_eager: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,7 +277,7 @@ def resolve(args: EngineArgs, model: str, arch: ModelArchConfig, hardware: Hardw
             preemption_mode=args.preemption_mode,
             static_batching=args.static_batching,
         ),
-        device=DeviceConfig(device=device, num_threads=load.num_threads),
+        device=DeviceConfig(device=device, num_threads=load.num_threads, enforce_eager=args.enforce_eager),
         notes=tuple(notes),
     )
 

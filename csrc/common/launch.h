@@ -5,7 +5,7 @@
 #pragma once
 #include <torch/csrc/stable/library.h>
 
-#include "../cpu/kernel_table.h"
+#include "../cpu/step_plan.h"
 #include "cuda_stream.h"
 #include "tensor_arg.h"
 
@@ -22,11 +22,11 @@ constexpr bool values_readable(Target target) { return target != Target::kCuda; 
 
 }  // namespace pyengine
 
-// Runs kernel `kernel` of the launcher's template argument `target`; `arg` tells the device.
+// Runs kernel `kernel` of the launcher's template argument `target`, or records it; `arg` tells the device.
 #define PE_LAUNCH(kernel, params, arg)                                             \
   do {                                                                             \
     if constexpr (target == Target::kCpu) {                                        \
-      check_launch((arg).op(), cpu::kernels().kernel(params));                     \
+      cpu::launch((arg).op(), &cpu::KernelTable::kernel, params);                  \
     } else if constexpr (target == Target::kEmulated) {                            \
       check_launch((arg).op(), cuda::kernel(params, emulation::current_stream())); \
     } else {                                                                       \

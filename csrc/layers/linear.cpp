@@ -30,7 +30,7 @@ void pack_linear_weight(Tensor packed, const Tensor weight) {
   p.packed = packed_arg.data();
   p.weight = weight_arg.data();
   p.weight_stride = weight_arg.stride(0);
-  if (p.out_features > 0 && p.in_features > 0) check_launch(op, cpu::kernels().pack_linear_weight(p));
+  if (p.out_features > 0 && p.in_features > 0) cpu::launch(op, &cpu::KernelTable::pack_linear_weight, p);
 }
 
 // out [num_tokens, out_features]; input [num_tokens, in_features]; packed_weight as above; bias [out_features]
@@ -67,7 +67,7 @@ void linear(Tensor out, const Tensor input, const Tensor packed_weight, Optional
   p.weight = weight_arg.data();
   p.out_stride = out_arg.stride(0);
   p.input_stride = input_arg.stride(0);
-  if (p.num_tokens > 0 && p.out_features > 0) check_launch(op, cpu::kernels().linear(p));
+  if (p.num_tokens > 0 && p.out_features > 0) cpu::launch(op, &cpu::KernelTable::linear, p);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pyengine, CPU, library) {

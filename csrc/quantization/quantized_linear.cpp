@@ -53,7 +53,7 @@ void pack_quantized_weight(Tensor packed, const Tensor weight, std::string forma
   p.packed = packed_arg.data();
   p.weight = weight_arg.data();
   p.weight_stride = weight_arg.stride(0);
-  if (p.out_features > 0 && p.in_features > 0) check_launch(op, cpu::kernels().pack_quantized_weight(p));
+  if (p.out_features > 0 && p.in_features > 0) cpu::launch(op, &cpu::KernelTable::pack_quantized_weight, p);
 }
 
 // out [num_tokens, out_features]; input [num_tokens, in_features]; packed_weight as above; bias [out_features]
@@ -89,7 +89,7 @@ void quantized_linear(Tensor out, const Tensor input, const Tensor packed_weight
   p.weight = weight_arg.data();
   p.out_stride = out_arg.stride(0);
   p.input_stride = input_arg.stride(0);
-  if (p.num_tokens > 0 && p.out_features > 0) check_launch(op, cpu::kernels().quantized_linear(p));
+  if (p.num_tokens > 0 && p.out_features > 0) cpu::launch(op, &cpu::KernelTable::quantized_linear, p);
 }
 
 // out [num_tokens, in_features]; indices [num_tokens]; packed_weight as above
@@ -114,7 +114,7 @@ void quantized_embedding(Tensor out, const Tensor indices, const Tensor packed_w
   p.indices = indices_arg.data_as<int64_t>();
   p.weight = weight_arg.data();
   p.out_stride = out_arg.stride(0);
-  if (p.num_tokens > 0 && p.in_features > 0) check_launch(op, cpu::kernels().quantized_embedding(p));
+  if (p.num_tokens > 0 && p.in_features > 0) cpu::launch(op, &cpu::KernelTable::quantized_embedding, p);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pyengine, CPU, library) {

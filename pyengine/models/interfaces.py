@@ -27,13 +27,17 @@ class CausalLM(Protocol):
             ModelLoadError: naming the tensor that is unknown, mis-shaped or missing.
         """
 
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """input_ids int64 [num_tokens] -> a new tensor [num_tokens, hidden_size]."""
+
     def forward(
-        self, input_ids: Tensor, positions: Tensor, kv_caches: Sequence[LayerKVCache], metadata: AttentionMetadata
+        self, hidden: Tensor, positions: Tensor, kv_caches: Sequence[LayerKVCache], metadata: AttentionMetadata
     ) -> Tensor:
-        """Run the layers.
+        """Run the layers, on a CPU by `Ops`, views and new tensors alone, so that a step can be recorded.
 
         Args:
-            input_ids, positions: int64 [num_tokens].
+            hidden: the tokens' embeddings [num_tokens, hidden_size], overwritten.
+            positions: int64 [num_tokens].
             kv_caches: one for each layer.
 
         Returns:

@@ -211,16 +211,17 @@ class LlamaForCausalLM:
         if missing:
             raise ModelLoadError(f"tensor {min(missing)} is missing ({len(missing)} in all)")
 
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        return self.lm_head.rows(input_ids) if self._embedding is None else self._embedding(input_ids)
+
     def forward(
-        self, input_ids: Tensor, positions: Tensor, kv_caches: Sequence[LayerKVCache], metadata: AttentionMetadata
+        self, hidden: Tensor, positions: Tensor, kv_caches: Sequence[LayerKVCache], metadata: AttentionMetadata
     ) -> Tensor:
-        embed = self.lm_head.rows if self._embedding is None else self._embedding
-        residual = embed(input_ids)  # [num_tokens, hidden_size]
         x: Tensor | None = None
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            x = layer(positions, x, residual, kv_cache, metadata)
+            x = layer(positions, x, hidden, kv_cache, metadata)
         assert x is not None, "a model has at least one layer"
-        self.norm.add_(x, residual)
+        self.norm.add_(x, hidden)
         return x
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
         *("model", "tokenizer", "revision", "download_dir", "served_model_name", "skip_tokenizer_init", "chat_template"),
         *("dtype", "quantization", "max_model_len", "seed"),
     ),
-    "Device": ("device", "num_threads", "tensor_parallel_size"),
+    "Device": ("device", "num_threads", "enforce_eager", "tensor_parallel_size"),
     "KV cache": (
         *("block_size", "num_kv_blocks", "gpu_memory_utilization", "swap_space", "kv_cache_dtype"),
         *("enable_prefix_caching",),

@@ -18,6 +18,7 @@ from pyengine.sampling.sampler import Sampler, SamplingState
 from pyengine.scheduler_output import ModelRunnerOutput, NewRequestData, SchedulerOutput, SwappedInRequestData
 from pyengine.worker.backend import Backend, KVPool
 from pyengine.worker.input_batch import InputBatch, IntArray, RequestInputError, StepInputs
+from pyengine.worker.step_replay import create_step_runner
 
 # Prompt log-probabilities need logits for every prompt token; this many rows at a time keep them small.
 _PROMPT_LOGITS_ROWS = 64
@@ -46,17 +47,23 @@ class ModelRunner:
 
     def __init__(self, model: CausalLM, backend: Backend, config: EngineConfig, pool: KVPool, host_pool: KVPool | None) -> None:
         arch = self._arch = config.model.arch
-        self._model = model
         self._backend = backend
         self._pool = pool
         self._host_pool = host_pool
-        self._kv_caches = [pool.layer(i) for i in range(arch.num_layers)]
+        max_num_seqs, max_num_tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
+        self._step = create_step_runner(
+            model,
+            [pool.layer(i) for i in range(arch.num_layers)],
+            replay=backend.name == "cpu" and not config.device.enforce_eager,
+            max_num_tokens=max_num_tokens,
+            max_num_rows=max(max_num_seqs, _PROMPT_LOGITS_ROWS),
+        )
         self._sampler = Sampler(arch.vocab_size)
         self._requests: dict[str, RequestState] = {}
         self._batch = InputBatch(
-            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_seqs=max_num_seqs,
             max_model_len=config.model.max_model_len,
-            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+            max_num_batched_tokens=max_num_tokens,
             block_size=config.cache.block_size,
             vocab_size=arch.vocab_size,
             device=backend.device,
@@ -88,7 +95,7 @@ class ModelRunner:
                 num_kv_heads=self._arch.num_kv_heads,
                 head_dim=self._arch.head_dim,
             )
-            hidden = self._model.forward(inputs.input_ids, inputs.positions, self._kv_caches, inputs.metadata)
+            hidden = self._step.forward(inputs.input_ids, inputs.positions, inputs.metadata)
             self._prompt_logprobs(inputs, hidden, output)
             self._sample(inputs, hidden, output)
         return output
@@ -166,7 +173,7 @@ class ModelRunner:
             hidden = hidden.index_select(0, torch.from_numpy(last).to(hidden.device))
         req_ids = [inputs.req_ids[i] for i in sampling.tolist()]
         states = [self._requests[req_id].sampling for req_id in req_ids]
-        result = self._sampler.sample(self._model.compute_logits(hidden), states)
+        result = self._sampler.sample(self._step.compute_logits(hidden), states)
         self._batch.append_tokens(inputs.rows[sampling], result.token_ids)
         for i, req_id in enumerate(req_ids):
             if i in result.errors:
@@ -203,4 +210,4 @@ class ModelRunner:
     def _logits_rows(self, hidden: Tensor) -> Iterator[Row]:
         """Rows of logits, a few at a time; `hidden` is [num_rows, hidden_size]."""
         for part in hidden.split(_PROMPT_LOGITS_ROWS):
-            yield from self._model.compute_logits(part).cpu().numpy()
+            yield from self._step.compute_logits(part).cpu().numpy()

@@ -14,6 +14,7 @@ from pyengine.layers.attention_metadata import AttentionMetadata, LayerKVCache
 from pyengine.loader.checkpoint import open_checkpoint
 from pyengine.loader.weights import load_model
 from pyengine.ops import get_ops
+from pyengine.worker.step_replay import EagerStepRunner, ReplayedStepRunner, StepRunner
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 64
@@ -28,6 +29,7 @@ class PagedRunner:
     dtype: str = "float32"
     quantization: str | None = None  # "gguf": weights as they are; None: dequantised
     kv_dtype: str | None = None  # dtype by default
+    max_replayed_tokens: int = 0  # steps of up to so many tokens are replayed
     tokens: dict[str, list[int]] = field(default_factory=dict)  # whose KV is in the cache
     blocks: dict[str, list[int]] = field(default_factory=dict)
 
@@ -45,6 +47,11 @@ class PagedRunner:
             if self.device == "cpu":  # the CPU pool keeps K dimension-major
                 k = k.transpose(2, 3).contiguous().transpose(2, 3)
             self.caches.append(LayerKVCache(k, v))
+        self.steps: StepRunner = EagerStepRunner(self.model, self.caches)
+        if self.max_replayed_tokens:
+            self.steps = ReplayedStepRunner(
+                self.model, self.caches, max_num_tokens=self.max_replayed_tokens, max_num_rows=self.max_replayed_tokens
+            )
         self.free = torch.randperm(NUM_BLOCKS - 1, generator=torch.Generator().manual_seed(1)).add(1).tolist()
 
     def tensor(self, values: list[Any], dtype: torch.dtype = torch.int64) -> Tensor:
@@ -79,6 +86,6 @@ class PagedRunner:
             block_table=self.tensor([table + [0] * (width - len(table)) for table in tables], torch.int32),
             slot_mapping=self.tensor(slots),
         )
-        hidden = self.model.forward(self.tensor(ids), self.tensor(positions), self.caches, metadata)
-        logits = self.model.compute_logits(hidden).cpu()
+        hidden = self.steps.forward(self.tensor(ids), self.tensor(positions), metadata)
+        logits = self.steps.compute_logits(hidden).cpu().clone()
         return {name: logits[start:end] for name, start, end in zip(batch, starts, starts[1:], strict=False)}

@@ -5,7 +5,7 @@ Rules 1, 4 and 10: preemption by recompute and by swap, copies, chunks and neigh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from pyengine.config import EngineArgs, EngineConfig
 from pyengine.sampling_params import SamplingParams
 from pyengine.scheduler_output import NewRequestData, SchedulerOutput
 from pyengine.worker.executor import UniprocExecutor
+from pyengine.worker.step_replay import EagerStepRunner, ReplayedStepRunner, StepRunner
 
 NUM_OUTPUT = 10
 EVERYTHING = Chances(idle=0.2, swap_out=0.15, swap_in=0.5, recompute=0.08, copy=0.3, whole_prompt=0.4)
@@ -32,6 +33,11 @@ def cpu(tiny_llama: Path) -> Iterator[tuple[UniprocExecutor, EngineConfig]]:
     executor, config = make_executor(tiny_llama, make_args())
     yield executor, config
     executor.shutdown()
+
+
+def step_runner(executor: UniprocExecutor) -> StepRunner:
+    assert executor._worker._runner is not None
+    return executor._worker._runner._step
 
 
 def prompts(count: int = 8) -> list[list[int]]:
@@ -176,16 +182,15 @@ def test_rule_9_prompt_logprobs_over_chunks(
 
 def test_only_rows_that_sample_get_logits(cpu: tuple[UniprocExecutor, EngineConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     executor, config = cpu
-    model = executor._worker._model
-    assert model is not None
+    step = step_runner(executor)
     rows: list[int] = []
-    compute_logits = model.compute_logits
+    compute_logits = step.compute_logits
 
     def counted(hidden: torch.Tensor) -> torch.Tensor:
         rows.append(len(hidden))
         return compute_logits(hidden)
 
-    monkeypatch.setattr(model, "compute_logits", counted)
+    monkeypatch.setattr(step, "compute_logits", counted)
     sequences = greedy_sequences(None)
     Driver(executor, config, Chances(whole_prompt=0.0)).run(sequences)
     assert sum(rows) == sum(len(sequence.output) for sequence in sequences)
@@ -243,15 +248,14 @@ def test_a_request_that_failed_on_its_prompt_gives_no_token(
     cpu: tuple[UniprocExecutor, EngineConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executor, config = cpu
-    model = executor._worker._model
-    assert model is not None
-    compute_logits = model.compute_logits
+    step = step_runner(executor)
+    compute_logits = step.compute_logits
 
     def spoilt(hidden: torch.Tensor) -> torch.Tensor:
         """The prompt's rows come first, and more than one at a time."""
         return compute_logits(hidden) * (torch.inf if len(hidden) > 1 else 1.0)
 
-    monkeypatch.setattr(model, "compute_logits", spoilt)
+    monkeypatch.setattr(step, "compute_logits", spoilt)
     params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
     (sequence,) = Driver(executor, config).run([Sequence("a", list(range(5, 15)), params)])
     assert sequence.error is not None
@@ -288,3 +292,17 @@ def test_torch_threads_are_the_callers_again_after_a_step(cpu: tuple[UniprocExec
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("make", [lambda: greedy_sequences(3), sampled_sequences], ids=["greedy", "sampled"])
+def test_steps_run_op_by_op_give_the_same_bits(
+    cpu: tuple[UniprocExecutor, EngineConfig], tiny_llama: Path, make: Callable[[], list[Sequence]]
+) -> None:
+    """Replayed steps against eager ones, with chunks, preemption, swaps and copies of their own."""
+    assert isinstance(step_runner(cpu[0]), ReplayedStepRunner)
+    executor, config = make_executor(tiny_llama, make_args(enforce_eager=True))
+    assert isinstance(step_runner(executor), EagerStepRunner)
+    expected = results(Driver(executor, config, EVERYTHING, seed=1).run(make()))
+    executor.shutdown()
+    for chances, seed in ((Chances(), 2), (EVERYTHING, 3), (EVERYTHING, 4)):
+        assert results(Driver(*cpu, chances, seed=seed).run(make())) == expected

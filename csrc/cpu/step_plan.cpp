@@ -1,0 +1,161 @@
+#include "step_plan.h"
+
+#include <time.h>
+
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+
+#include "../common/tensor_arg.h"
+
+namespace pyengine::cpu {
+namespace {
+
+thread_local StepPlan* recording_plan = nullptr;
+
+double now_seconds() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
+}
+
+// Which parameters are a step's own inputs, by type of parameters: fn(parameter, the same in StepInputs) for each.
+template <class Params, class Inputs, class Fn>
+void for_each_input(Params& p, Inputs& in, const Fn& fn) {
+  using P = std::remove_const_t<Params>;
+  if constexpr (std::is_same_v<P, RotaryParams>) {
+    fn(p.positions, in.positions);
+  } else if constexpr (std::is_same_v<P, ReshapeAndCacheParams>) {
+    if (p.positions != nullptr) fn(p.positions, in.positions);
+    fn(p.slot_mapping, in.slot_mapping);
+  } else if constexpr (std::is_same_v<P, PagedAttentionParams>) {
+    fn(p.block_table, in.block_table);
+    fn(p.block_table_stride, in.block_table_stride);
+    fn(p.query_start_loc, in.query_start_loc);
+    fn(p.seq_lens, in.seq_lens);
+    fn(p.num_seqs, in.num_seqs);
+    fn(p.max_query_len, in.max_query_len);
+    fn(p.max_seq_len, in.max_seq_len);
+  }
+}
+
+// Ops whose rows are tokens, and which read nothing else that changes from step to step.
+template <class P>
+constexpr bool kRecordable =
+    std::is_same_v<P, RmsNormParams> || std::is_same_v<P, RotaryParams> || std::is_same_v<P, ActAndMulParams> ||
+    std::is_same_v<P, LinearParams> || std::is_same_v<P, QuantizedLinearParams> || std::is_same_v<P, ReshapeAndCacheParams> ||
+    std::is_same_v<P, PagedAttentionParams>;
+
+const char* copy_rows(const CopyRowsParams& p) {
+  for (int64_t row = 0; row < p.num_tokens; row++) {
+    memcpy(static_cast<char*>(p.dst) + row * p.row_bytes, static_cast<const char*>(p.src) + row * p.src_stride, p.row_bytes);
+  }
+  return nullptr;
+}
+
+[[noreturn]] void fail(const std::string& message) { fail_op("step plan", message); }
+
+}  // namespace
+
+StepPlan* StepPlan::recording() { return recording_plan; }
+
+void StepPlan::begin_recording(const StepInputs& inputs) {
+  if (recording_plan != nullptr) throw std::logic_error("this thread records a step already");
+  if (recorded_.num_tokens != 0) throw std::logic_error("the plan has recorded a step already");
+  if (inputs.num_tokens < 1) fail("a step to record has at least one token, not " + std::to_string(inputs.num_tokens));
+  recorded_ = inputs;
+  recording_plan = this;
+}
+
+void StepPlan::end_recording() {
+  if (recording_plan != this) throw std::logic_error("the plan does not record in this thread");
+  recording_plan = nullptr;
+}
+
+int32_t StepPlan::rows_per_token(const char* op, int32_t num_rows) const {
+  if (num_rows % recorded_.num_tokens != 0 || num_rows == 0) {
+    fail_op(op, "cannot be recorded: it has " + std::to_string(num_rows) + " rows in a step of " +
+                    std::to_string(recorded_.num_tokens) + " tokens");
+  }
+  return num_rows / recorded_.num_tokens;
+}
+
+template <class Params>
+void StepPlan::record(const char* op, Kernel<Params> kernel, const Params& params) {
+  if constexpr (kRecordable<Params>) {
+    bool own = true;
+    for_each_input(params, recorded_, [&](const auto& value, const auto& recorded) { own = own && value == recorded; });
+    if (!own) fail_op(op, "cannot be recorded: it reads inputs of another step");
+    const int32_t rows = rows_per_token(op, params.num_tokens);
+    ops_.push_back({op, [kernel, params, rows](const StepInputs& inputs) {
+                      Params p = params;
+                      for_each_input(p, inputs, [](auto& value, const auto& input) { value = input; });
+                      p.num_tokens = rows * inputs.num_tokens;
+                      return (kernels().*kernel)(p);
+                    }});
+  } else {
+    (void)kernel;
+    (void)params;
+    fail_op(op, "cannot be recorded");
+  }
+}
+
+void StepPlan::record_copy(const CopyRowsParams& params) {
+  const int32_t rows = rows_per_token("copy", params.num_tokens);
+  ops_.push_back({"copy", [params, rows](const StepInputs& inputs) {
+                    CopyRowsParams p = params;
+                    p.num_tokens = rows * inputs.num_tokens;
+                    return copy_rows(p);
+                  }});
+}
+
+// Launchers check the values of a step's inputs for each op; here it is done once.
+void StepPlan::check(const StepInputs& inputs) const {
+  if (recording_plan != nullptr) throw std::logic_error("a step cannot run while this thread records one");
+  if (inputs.num_tokens < 1 || inputs.num_tokens > recorded_.num_tokens) {
+    fail("has " + std::to_string(inputs.num_tokens) + " tokens, it was recorded for 1 to " +
+         std::to_string(recorded_.num_tokens));
+  }
+  if ((recorded_.positions != nullptr) != (inputs.positions != nullptr) ||
+      (recorded_.slot_mapping != nullptr) != (inputs.slot_mapping != nullptr) ||
+      (recorded_.block_table != nullptr) != (inputs.block_table != nullptr) ||
+      (recorded_.query_start_loc != nullptr) != (inputs.query_start_loc != nullptr) ||
+      (recorded_.seq_lens != nullptr) != (inputs.seq_lens != nullptr)) {
+    fail("has other inputs than it was recorded with");
+  }
+  if (inputs.query_start_loc == nullptr || inputs.seq_lens == nullptr) return;
+  const int32_t* start = inputs.query_start_loc;
+  bool valid = inputs.num_seqs >= 1 && start[0] == 0 && start[inputs.num_seqs] == inputs.num_tokens;
+  for (int32_t i = 0; valid && i < inputs.num_seqs; i++) {
+    const int32_t query_len = start[i + 1] - start[i];
+    valid = query_len >= 0 && query_len <= inputs.max_query_len && inputs.seq_lens[i] >= query_len &&
+            inputs.seq_lens[i] <= inputs.max_seq_len;
+  }
+  if (!valid) fail("query_start_loc and seq_lens do not describe a batch of " + std::to_string(inputs.num_tokens) + " tokens");
+}
+
+void StepPlan::run(const StepInputs& inputs, std::vector<double>* seconds) const {
+  check(inputs);
+  if (seconds != nullptr) seconds->assign(ops_.size(), 0.0);
+  for (size_t i = 0; i < ops_.size(); i++) {
+    const double start = seconds != nullptr ? now_seconds() : 0.0;
+    check_launch(ops_[i].name, ops_[i].run(inputs));
+    if (seconds != nullptr) (*seconds)[i] = now_seconds() - start;
+  }
+}
+
+template <class Params>
+void launch(const char* op, Kernel<Params> kernel, const Params& params) {
+  if (recording_plan != nullptr) {
+    recording_plan->record(op, kernel, params);
+  } else {
+    check_launch(op, (kernels().*kernel)(params));
+  }
+}
+
+#define PE_INSTANTIATE(name, Params) template void launch<Params>(const char*, Kernel<Params>, const Params&);
+PE_CPU_KERNELS(PE_INSTANTIATE)
+#undef PE_INSTANTIATE
+
+}  // namespace pyengine::cpu
