@@ -27,6 +27,22 @@ PROMPTS = [
     "La plus grande ville du monde est",
     "import torch\n\nclass Attention(torch.nn.Module):\n",
     "A",
+    "The three laws of thermodynamics say that",
+    "<html>\n<body>\n  <h1>",
+    "Roses are red,\nviolets are blue,\n",
+    "Translate to German: Good morning, my friend.\n",
+    "x = [i ** 2 for i in range(10)]\nprint(x)\n#",
+    "The meeting is at 10:30 on Tuesday. Please bring",
+    "中国的首都是北京,日本的",
+    "Шёл дождь, и",
+    "List five fruits:\n1.",
+    "To be, or not to be:",
+    "A recipe for pancakes. Ingredients:\n- ",
+    "In 1969, the first human",
+    "error: expected ';' before '}' token\n",
+    "Monday Tuesday Wednesday " * 20,
+    "The mitochondria is",
+    "42",
 ]
 
 
@@ -51,8 +67,9 @@ def test_greedy_tokens_equal_transformers(smollm2_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_greedy_tokens_equal_transformers_reading_the_file_itself(smollm2_path: Path) -> None:
-    check_against(TransformersReference.from_gguf(smollm2_path), 16, 64)
+    check_against(TransformersReference.from_gguf(smollm2_path), 32, 64)
 
 
 def test_by_default_the_file_runs_as_it_is(smollm2_path: Path) -> None:
