@@ -84,6 +84,20 @@ class UnavailableError(PyEngineError):
     http_status = 503
 
 
+class OutOfRangeError(PyEngineError):
+    """A stream cannot be resumed from where the client asks; it must begin from the current state."""
+
+    grpc_status = "OUT_OF_RANGE"
+    http_status = 400
+
+
+class DataLostError(PyEngineError):
+    """The reader of a stream was too slow, and what it has not read is gone; it must begin from the current state."""
+
+    grpc_status = "DATA_LOSS"
+    http_status = 500
+
+
 class EngineDeadError(PyEngineError):
     """A step failed in a way that the engine cannot continue from; every request is told so."""
 
@@ -113,6 +127,8 @@ ALL_ERRORS: tuple[type[PyEngineError], ...] = (
     OverloadedError,
     RequestCancelledError,
     UnavailableError,
+    OutOfRangeError,
+    DataLostError,
     EngineDeadError,
     ConfigError,
     ModelLoadError,

@@ -15,12 +15,16 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from pyengine.config import EngineConfig
 from pyengine.engine.input_processor import ProcessedInput
+from pyengine.engine.kv_event_log import KVEventLog
+from pyengine.engine.kv_events import KVEventBatch, snapshot_batches
 from pyengine.engine.llm_engine import LLMEngine
 from pyengine.engine.metrics import EngineMetrics
 from pyengine.engine.output_stream import OutputStream
@@ -29,9 +33,11 @@ from pyengine.engine.watchdog import StepClock, stack_of
 from pyengine.errors import (
     EngineDeadError,
     InvalidRequestError,
+    OutOfRangeError,
     PyEngineError,
     RequestCancelledError,
     UnavailableError,
+    UnsupportedError,
 )
 from pyengine.inputs import Prompt
 from pyengine.outputs import RequestOutput
@@ -42,18 +48,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _ThreadCall:
-    """A function for the step thread, and where its end is reported."""
+    """A function for the step thread, and where its result goes."""
 
-    function: Callable[[], None]
-    done: Future[None]
+    function: Callable[[], Any]
+    done: Future[Any]
 
     def run(self) -> None:
+        if not self.done.set_running_or_notify_cancel():
+            return  # the caller has gone
         try:
-            self.function()
+            result = self.function()
+        except PyEngineError as error:
+            self.done.set_exception(error)  # the caller's affair alone
         except BaseException as error:
             self.done.set_exception(error)
             raise
-        self.done.set_result(None)
+        else:
+            self.done.set_result(result)
 
 
 class AsyncLLMEngine:
@@ -74,6 +85,7 @@ class AsyncLLMEngine:
         self._error: EngineDeadError | None = None
         self._thread: threading.Thread | None = None
         self._clock = StepClock()
+        self._kv_events = KVEventLog()
         self._stats = engine.stats()
         self._stat_logger = StatLogger() if engine.log_stats else None
         # One thread: tokenizers of Transformers may not be used by two at a time.
@@ -254,6 +266,17 @@ class AsyncLLMEngine:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._tokenizer_pool, self._engine.input_processor.detokenize, token_ids)
 
+    async def save_tokenizer(self, folder: Path) -> None:
+        """Write the tokenizer's files into a folder, as Transformers does.
+
+        Raises:
+            UnsupportedError: there is no tokenizer.
+        """
+        tokenizer = self._engine.tokenizer
+        if tokenizer is None:
+            raise UnsupportedError("skip_tokenizer_init", "leaves the engine without a tokenizer")
+        await asyncio.get_running_loop().run_in_executor(self._tokenizer_pool, tokenizer.save_pretrained, str(folder))
+
     # ---- around it
 
     @property
@@ -284,7 +307,26 @@ class AsyncLLMEngine:
             UnavailableError: the engine is not started, or shut down.
             EngineDeadError: a step failed.
         """
-        call = _ThreadCall(self._reset_metrics, Future())
+        await self._call(self._reset_metrics)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix, between two steps. Returns False, and does nothing, while requests are in flight.
+
+        Raises:
+            UnavailableError, EngineDeadError: as `reset_metrics`.
+        """
+
+        def reset() -> bool:
+            if self._engine.has_unfinished_requests():
+                return False
+            self._engine.reset_prefix_cache()
+            return True
+
+        return bool(await self._call(reset))
+
+    async def _call(self, function: Callable[[], Any]) -> Any:
+        """A function's result on the step thread, between two steps."""
+        call = _ThreadCall(function, Future())
         with self._condition:
             if self._error is not None:
                 raise EngineDeadError(str(self._error))
@@ -292,7 +334,44 @@ class AsyncLLMEngine:
                 raise UnavailableError("the engine does not run")
             self._intake.append(call)
             self._condition.notify()
-        await asyncio.wrap_future(call.done)
+        return await asyncio.wrap_future(call.done)
+
+    # ---- KV events
+
+    async def kv_events(self, after: int = 0) -> AsyncGenerator[KVEventBatch, None]:
+        """What happens to the prefix cache, one batch a step at most.
+
+        Args:
+            after: number of the last batch that the caller knows; 0: begin with a snapshot of the current state.
+
+        Raises:
+            UnsupportedError: there is no prefix cache.
+            OutOfRangeError: batches after that one are gone.
+            DataLostError: the caller is too slow.
+            UnavailableError, EngineDeadError: the engine does not run, or ended.
+        """
+
+        def begin() -> list[KVEventBatch]:
+            cache = self._engine.prefix_cache
+            if cache is None:
+                raise UnsupportedError("enable_prefix_caching", "is off, so there are no KV events")
+            cache.record_events(True)
+            self._publish_kv_events()
+            if after and not self._kv_events.holds_after(after):
+                raise OutOfRangeError(f"start_sequence_number: batches after {after} are gone; 0 begins with the current state")
+            return [] if after else snapshot_batches(cache.stored_blocks(), self._kv_events.last_number)
+
+        self._kv_events.join()
+        try:
+            number = after
+            for batch in await self._call(begin):
+                number = batch.sequence_number
+                yield batch
+            async with aclosing(self._kv_events.follow(number)) as batches:
+                async for batch in batches:
+                    yield batch
+        finally:
+            self._kv_events.leave()
 
     def stalled_for(self) -> float:
         """Seconds for which there has been work and no step ended; 0 without work. For health checks."""
@@ -308,10 +387,12 @@ class AsyncLLMEngine:
         try:
             while self._wait_for_work():
                 self._take_intake()
+                self._publish_kv_events()
                 if self._engine.has_unfinished_requests():
                     outputs = self._engine.step()
                     self._stats = self._engine.stats()  # before the readers know, so that they see the state they are told of
                     self._publish(outputs)
+                    self._publish_kv_events()
                     self._clock.progress()
                     if self._stat_logger is not None:
                         self._stat_logger.observe(time.monotonic(), self._stats)
@@ -323,10 +404,19 @@ class AsyncLLMEngine:
             with self._condition:
                 self._error = dead
             self._fail_streams(dead)
+            self._kv_events.fail(dead)
+        else:
+            self._kv_events.fail(UnavailableError("the engine is shut down"))
         finally:
             self._clock.idle()
             self._engine.shutdown()
             self._stats = self._engine.stats()
+
+    def _publish_kv_events(self) -> None:
+        cache = self._engine.prefix_cache
+        events = [] if cache is None else cache.take_events()
+        if events and cache is not None:
+            cache.record_events(self._kv_events.append(events))
 
     def _reset_metrics(self) -> None:
         self._engine.reset_metrics()
@@ -397,7 +487,8 @@ class AsyncLLMEngine:
             calls = [item for item in self._intake if isinstance(item, _ThreadCall)]
             self._intake.clear()
         for call in calls:
-            call.done.set_exception(type(error)(str(error)))
+            if call.done.set_running_or_notify_cancel():
+                call.done.set_exception(type(error)(str(error)))
         # One exception a reader: each of them adds its own traceback.
         self._wake([stream for stream in streams if stream.fail(type(error)(str(error)))])
 

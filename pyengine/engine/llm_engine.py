@@ -13,6 +13,7 @@ from pyengine.engine.detokenizer import TokenVocabulary
 from pyengine.engine.input_processor import InputProcessor, ProcessedInput
 from pyengine.engine.metrics import EngineMetrics
 from pyengine.engine.output_processor import OutputProcessor
+from pyengine.engine.prefix_cache import PrefixCache
 from pyengine.engine.request import Request
 from pyengine.engine.scheduler import Scheduler
 from pyengine.engine.startup import EngineParts, start_up
@@ -185,6 +186,17 @@ class LLMEngine:
     def errored(self) -> bool:
         """Whether a step has failed."""
         return self._dead is not None
+
+    # ---- the prefix cache
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix. Live requests go on; what they compute is not cached until they are admitted anew."""
+        self._scheduler.reset_prefix_cache()
+
+    @property
+    def prefix_cache(self) -> PrefixCache | None:
+        """For listeners to its events; None without prefix caching."""
+        return self._scheduler.block_manager.prefix_cache
 
     # ---- around it
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from pyengine.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+
 #: hash of a block: (hash of the block before it, its own tokens) -> any integer. Need not be free of collisions.
 HashFunction = Callable[[int, tuple[int, ...]], int]
 #: tokens [start, end) of a sequence
@@ -23,12 +25,13 @@ class CachedBlock:
     computed anew. Two entries are the same content exactly if they are the same object.
     """
 
-    __slots__ = ("block_hash", "block_id", "num_refs", "parent", "token_ids")
+    __slots__ = ("block_hash", "block_id", "num_refs", "parent", "salt", "token_ids")
 
-    def __init__(self, block_hash: int, parent: CachedBlock | None, token_ids: tuple[int, ...]) -> None:
+    def __init__(self, block_hash: int, parent: CachedBlock | None, token_ids: tuple[int, ...], salt: str | None) -> None:
         self.block_hash = block_hash
         self.parent = parent  # None: a root, which stands for a salt and no tokens
         self.token_ids = token_ids
+        self.salt = salt  # of its root
         self.block_id: int | None = None
         self.num_refs = 0  # entries that continue this one, and live sequences whose last full block this is
 
@@ -49,8 +52,8 @@ class PrefixCache:
         self._hash = hash_function
         self._entries: dict[int, CachedBlock] = {}  # by hash
         self._roots: dict[str | None, CachedBlock] = {}  # by salt
-        self._salts: dict[CachedBlock, str | None] = {}  # and back
         self._by_block: dict[int, CachedBlock] = {}
+        self._events: list[KVEvent] | None = None  # since they were taken last; None: nobody wants to know
 
     def __contains__(self, block_id: int) -> bool:
         """Whether the block's content can be found."""
@@ -78,8 +81,7 @@ class PrefixCache:
         """Where a sequence's chain starts, held for it as by `hold`."""
         root = self._roots.get(salt)
         if root is None:
-            root = self._roots[salt] = CachedBlock(hash(salt), None, ())
-            self._salts[root] = salt
+            root = self._roots[salt] = CachedBlock(hash(salt), None, (), salt)
         root.num_refs += 1
         return root
 
@@ -103,7 +105,7 @@ class PrefixCache:
         block_hash = self._hash(tip.block_hash, token_ids)
         entry = self._entries.get(block_hash)
         if entry is None:
-            entry = self._entries[block_hash] = CachedBlock(block_hash, tip, token_ids)
+            entry = self._entries[block_hash] = CachedBlock(block_hash, tip, token_ids, tip.salt)
             tip.num_refs += 1
         elif entry.parent is not tip or entry.token_ids != token_ids:
             return None
@@ -117,27 +119,58 @@ class PrefixCache:
         if entry.block_id is None:
             entry.block_id = block_id
             self._by_block[block_id] = entry
+            if self._events is not None:
+                self._events.append(_stored(entry))
 
     def evict(self, block_id: int) -> None:
         """The block is about to be overwritten."""
         entry = self._by_block.pop(block_id, None)
         if entry is not None:
             entry.block_id = None
+            if self._events is not None:
+                self._events.append(BlockRemoved(entry.block_hash))
             self._forget_unused(entry)
 
     def reset(self) -> None:
         """Forget everything. Tips that sequences hold are void: they must be let go without `drop`."""
         self._entries.clear()
         self._roots.clear()
-        self._salts.clear()
         self._by_block.clear()
+        if self._events is not None:
+            self._events.append(AllBlocksCleared())
+
+    # ---- for listeners
+
+    def record_events(self, on: bool) -> None:
+        """Whether `take_events` is to have what happens from now on."""
+        if on != (self._events is not None):
+            self._events = [] if on else None
+
+    def take_events(self) -> list[KVEvent]:
+        """What happened since the last call, in order."""
+        events = self._events
+        if not events:
+            return []
+        self._events = []
+        return events
+
+    def stored_blocks(self) -> list[BlockStored]:
+        """Everything that can be found now, parents before children: an entry is made only after its parent."""
+        return [_stored(entry) for entry in self._entries.values() if entry.block_id is not None]
 
     def _forget_unused(self, entry: CachedBlock) -> None:
         while entry.num_refs == 0 and entry.block_id is None:
             parent = entry.parent
             if parent is None:
-                del self._roots[self._salts.pop(entry)]
+                del self._roots[entry.salt]
                 return
             del self._entries[entry.block_hash]
             parent.num_refs -= 1
             entry = parent
+
+
+def _stored(entry: CachedBlock) -> BlockStored:
+    parent = entry.parent
+    assert parent is not None  # roots hold no tokens
+    parent_hash = None if parent.parent is None else parent.block_hash
+    return BlockStored(entry.block_hash, parent_hash, entry.token_ids, entry.salt)

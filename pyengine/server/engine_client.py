@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from pyengine.config import EngineConfig
+from pyengine.engine.kv_events import KVEventBatch
 from pyengine.engine.metrics import EngineMetrics
 from pyengine.inputs import Prompt
 from pyengine.outputs import RequestOutput
@@ -53,6 +55,19 @@ class EngineClient(Protocol):
     async def tokenize(self, prompt: Prompt) -> list[int]: ...
 
     async def detokenize(self, token_ids: Sequence[int]) -> str: ...
+
+    async def save_tokenizer(self, folder: Path) -> None:
+        """Write the tokenizer's files into a folder, as Transformers does."""
+
+    def kv_events(self, after: int = 0) -> AsyncGenerator[KVEventBatch, None]:
+        """What happens to the prefix cache, after batch number `after`; 0: the current state, and what happens then.
+
+        Raises:
+            PyEngineError: at the first or any later batch.
+        """
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix, unless requests are in flight. Returns whether it did."""
 
     def stalled_for(self) -> float:
         """Seconds for which there has been work and no step; 0 without work."""

@@ -22,6 +22,7 @@ from starlette.types import ASGIApp
 from pyengine.errors import UnavailableError
 from pyengine.inputs import TokensPrompt
 from pyengine.sampling_params import RequestOutputKind, SamplingParams
+from pyengine.server import vllm_grpc
 from pyengine.server.address import LOOPBACK, check_address, join_address
 from pyengine.server.auth import ApiKeys
 from pyengine.server.engine_client import EngineClient
@@ -35,7 +36,8 @@ from pyengine.server.tls import TlsFiles
 
 logger = logging.getLogger(__name__)
 
-SERVICES = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+_VLLM_SERVICES = (vllm_grpc.SERVICE_NAME,) if vllm_grpc.is_available() else ()
+SERVICES = (SERVICE_NAME, *_VLLM_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
 NO_KEYS = ApiKeys()
 LOADER_THREAD = "load-model"
 ENGINE_POLL_SECONDS = 1.0
@@ -102,6 +104,12 @@ class InferenceServer:
         """
         await self._set_health(serving=False)
         add_to_server(InferenceServicer(self.frontend), self._server)
+        if vllm_grpc.is_available():
+            from pyengine.server.vllm_grpc import servicer as vllm_servicer
+
+            vllm_servicer.add_to_server(vllm_servicer.VllmEngineServicer(self.frontend), self._server)
+        else:
+            logger.info("%s is not served: smg-grpc-proto is not installed", vllm_grpc.SERVICE_NAME)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(SERVICES, self._server)
         check_address(self.args.host, self.args.port)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from pyengine.config import EngineArgs, EngineConfig, HardwareInfo, ModelArchConfig, resolve
+from pyengine.engine.kv_events import KVEventBatch
 from pyengine.engine.metrics import EngineMetrics
 from pyengine.engine.scheduler_stats import SchedulerStats
 from pyengine.errors import InvalidRequestError, RequestCancelledError
@@ -108,6 +111,7 @@ class FakeEngine:
         self.hold: int | None = None
         self.hold_warm_up = False
         self.errored = False
+        self.kv_script: list[KVEventBatch | Exception] = []  # what a subscriber gets
         self.stalled = 0.0  # seconds
         self.has_tokenizer = True
         self.has_chat_template = True
@@ -211,6 +215,19 @@ class FakeEngine:
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         _check_ids("token_ids", token_ids)
         return "".join(map(token_text, token_ids))
+
+    async def save_tokenizer(self, folder: Path) -> None:
+        (folder / "tokenizer.json").write_text('{"version": "1.0"}' + " " * 200_000)
+
+    async def kv_events(self, after: int = 0) -> AsyncGenerator[KVEventBatch, None]:
+        for number, item in enumerate(self.kv_script, after + 1):
+            if isinstance(item, Exception):
+                raise item
+            yield dataclasses.replace(item, sequence_number=number)
+        await asyncio.Event().wait()
+
+    async def reset_prefix_cache(self) -> bool:
+        return not self.running
 
     def stalled_for(self) -> float:
         return self.stalled

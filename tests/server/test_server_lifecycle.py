@@ -27,7 +27,10 @@ from pyengine.server.proto import inference_pb2_grpc as rpc
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-SERVICES = ["", "pyengine.v1.Inference", "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"]
+SERVICES = [
+    *("", "pyengine.v1.Inference", "vllm.grpc.engine.VllmEngine"),
+    *("grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"),
+]
 
 
 def health_of(channel: grpc.Channel, service: str = "") -> int:
@@ -57,19 +60,19 @@ def test_rule_16_ready_only_after_a_step(caplog: pytest.LogCaptureFixture) -> No
                 call = rpc.InferenceStub(channel).Complete(pb.GenerateRequest(text="a"))
                 return await call.code() is grpc.StatusCode.UNAVAILABLE and "loading" in await call.details()
 
-            assert await statuses() == [NOT_SERVING] * 4
+            assert await statuses() == [NOT_SERVING] * len(SERVICES)
             assert await is_refused()
             loading = asyncio.create_task(server.load())
             may_load.set()
             while not engine.running:  # the warm-up's step
                 await asyncio.sleep(0.01)
             warm_up = engine.running["warm-up"]
-            assert await statuses() == [NOT_SERVING] * 4
+            assert await statuses() == [NOT_SERVING] * len(SERVICES)
             assert await is_refused()
             engine.release()
             await loading
             assert warm_up.num_pulled == 1
-            assert await statuses() == [SERVING] * 4
+            assert await statuses() == [SERVING] * len(SERVICES)
         await server.close()
 
     with caplog.at_level(logging.INFO, logger="pyengine.server"):
@@ -79,14 +82,14 @@ def test_rule_16_ready_only_after_a_step(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_health_of_each_service(shared_server: RunningServer) -> None:
-    assert [health_of(shared_server.channel, service) for service in SERVICES] == [SERVING] * 4
+    assert [health_of(shared_server.channel, service) for service in SERVICES] == [SERVING] * len(SERVICES)
     with pytest.raises(grpc.RpcError) as error:
         health_of(shared_server.channel, "nobody.Knows")
     assert error.value.code() is grpc.StatusCode.NOT_FOUND
 
 
 def test_unknown_services_and_methods(shared_server: RunningServer) -> None:
-    for path in ("/vllm.grpc.engine.VllmEngine/HealthCheck", "/pyengine.v1.Inference/Embed"):
+    for path in ("/sglang.grpc.scheduler.SglangScheduler/HealthCheck", "/pyengine.v1.Inference/Embed"):
         with pytest.raises(grpc.RpcError) as error:
             shared_server.channel.unary_unary(path)(b"", timeout=60)
         assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
