@@ -61,6 +61,13 @@ class EngineArgs:
     disable_log_stats: bool = False  # no periodic log line with throughput and KV usage
 
     def __post_init__(self) -> None:
+        for name in ("model", "tokenizer", "revision", "download_dir", "served_model_name", "chat_template"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise ConfigError(name, f"must be a text that is not empty, got {value!r}")
+        for name in ("block_size", "long_prefill_token_threshold", "seed"):
+            if not isinstance(getattr(self, name), int):
+                raise ConfigError(name, f"must be an integer, got {getattr(self, name)!r}")
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_kv_blocks", "num_threads"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):

@@ -124,6 +124,11 @@ def test_unknown_and_wrong_arguments() -> None:
         LLM(max_sequences=4)
     with pytest.raises(ConfigError, match="block_size"):
         LLM(block_size=12)
+    with pytest.raises(ConfigError, match="block_size"):
+        LLM(block_size="16")
+    for model in (5, ""):
+        with pytest.raises(ConfigError, match="model"):
+            LLM(model)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="device"):
         LLM(device="tpu")
     with pytest.raises(ModelLoadError, match="no such file"):
