@@ -56,7 +56,9 @@ class EngineArgs:
     static_batching: bool = False  # run each batch, rows that ended included, to its end; only to compare with
     seed: int = 0  # of weights that are random and of nothing else: unseeded requests differ
     num_threads: int | None = None  # CPU kernel threads; the process's cores by default
-    enforce_eager: bool = False  # run each step op by op; by default a CPU's steps are recorded once and replayed
+    enforce_eager: bool = (
+        False  # run each step op by op, recording none to replay it
+    )
     tensor_parallel_size: int = 1  # devices that share each layer's weights
     disable_log_stats: bool = False  # no periodic log line with throughput and KV usage
 
@@ -179,6 +181,8 @@ class LoadConfig:
     quantization: str | None
     num_threads: int
     seed: int
+    max_num_batched_tokens: int = 0  # of the largest step, with max_num_seqs: what a profiling run computes; 0: none is made
+    max_num_seqs: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,6 +231,8 @@ def resolve_load(args: EngineArgs, arch: ModelArchConfig, hardware: HardwareInfo
         quantization=_resolve_quantization(args, arch, device),
         num_threads=args.num_threads or hardware.num_cores,
         seed=args.seed,
+        max_num_batched_tokens=_resolve_token_budget(args, device, args.max_model_len or limit),
+        max_num_seqs=args.max_num_seqs,
     )
 
 
@@ -250,16 +256,6 @@ def resolve(args: EngineArgs, model: str, arch: ModelArchConfig, hardware: Hardw
         notes.append(f"GGUF weights are dequantised to {dtype}" + ("" if device == "cpu" else f" on {device}"))
     kv_dtype: DType = dtype if load.quantization is None else "bfloat16"
     cache = _resolve_cache(args, arch, device, kv_dtype, max_model_len, hardware, notes)
-    budget = args.max_num_batched_tokens or (2048 if device == "cuda" else 512)
-    if not args.enable_chunked_prefill:
-        if args.max_num_batched_tokens is not None and budget < max_model_len:
-            raise ConfigError(
-                "max_num_batched_tokens",
-                f"{budget} must be max_model_len={max_model_len} or more without chunked prefill",
-            )
-        budget = max(budget, max_model_len)
-    if budget < args.max_num_seqs and args.max_num_batched_tokens is not None:
-        raise ConfigError("max_num_batched_tokens", f"{budget} must be max_num_seqs={args.max_num_seqs} or more")
     return EngineConfig(
         model=ModelConfig(
             model=model,
@@ -276,7 +272,7 @@ def resolve(args: EngineArgs, model: str, arch: ModelArchConfig, hardware: Hardw
         cache=cache,
         scheduler=SchedulerConfig(
             max_num_seqs=args.max_num_seqs,
-            max_num_batched_tokens=max(budget, args.max_num_seqs),
+            max_num_batched_tokens=load.max_num_batched_tokens,
             max_model_len=max_model_len,
             long_prefill_token_threshold=args.long_prefill_token_threshold,
             enable_chunked_prefill=args.enable_chunked_prefill,
@@ -295,6 +291,21 @@ def _resolve_device(args: EngineArgs, hardware: HardwareInfo) -> ResolvedDevice:
     if args.device == "cuda" and not hardware.has_cuda:
         raise ConfigError("device", "cuda was asked for, but this torch sees no CUDA device")
     return args.device
+
+
+def _resolve_token_budget(args: EngineArgs, device: ResolvedDevice, max_model_len: int) -> int:
+    """Query tokens of one step."""
+    budget = args.max_num_batched_tokens or (2048 if device == "cuda" else 512)
+    if not args.enable_chunked_prefill:
+        if args.max_num_batched_tokens is not None and budget < max_model_len:
+            raise ConfigError(
+                "max_num_batched_tokens",
+                f"{budget} must be max_model_len={max_model_len} or more without chunked prefill",
+            )
+        budget = max(budget, max_model_len)
+    if budget < args.max_num_seqs and args.max_num_batched_tokens is not None:
+        raise ConfigError("max_num_batched_tokens", f"{budget} must be max_num_seqs={args.max_num_seqs} or more")
+    return max(budget, args.max_num_seqs)
 
 
 def _resolve_dtype(args: EngineArgs, arch: ModelArchConfig, device: ResolvedDevice) -> DType:

@@ -28,7 +28,9 @@ class Embedding:
         if isinstance(weight, QuantizedTensor):
             self._packed = pack([weight], self._ops, self._dtype)
         else:
-            self.weight = torch.empty(self.shape, dtype=self._dtype, device=self._device).copy_(weight)
+            if self.weight is None:
+                self.weight = torch.empty(self.shape, dtype=self._dtype, device=self._device)
+            self.weight.copy_(weight)  # in place: a recorded step has its address
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """input_ids int64 [num_tokens] -> [num_tokens, hidden]."""

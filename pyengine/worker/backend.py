@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -61,6 +61,22 @@ class Stream(Protocol):
     def synchronize(self) -> None: ...
 
 
+class Graph(Protocol):
+    """Work that was recorded once, to be queued again as it is: the same kernels over the same memory."""
+
+    def replay(self) -> None:
+        """Queue it on the compute stream."""
+
+
+class GraphRecorder(Protocol):
+    """Records work of the compute stream."""
+
+    records_at_start: bool  # whether what most steps need is recorded before the first request
+
+    def record(self, run: Callable[[], None]) -> Graph:
+        """Record what `run` queues. It may be run before, and must not wait for the device."""
+
+
 class Backend(Protocol):
     """One device. Chosen by name in `worker.backends.create_backend`, never by a failed import."""
 
@@ -70,6 +86,12 @@ class Backend(Protocol):
 
     def available_memory(self) -> int:
         """Bytes that the KV pool may be cut from now."""
+
+    def measure_peak_memory(self, run: Callable[[], None]) -> int | None:
+        """Bytes of device memory that `run` needs beside what is in use; None, and it is not run, where that is no matter."""
+
+    def graph_recorder(self) -> GraphRecorder | None:
+        """For steps that are recorded and replayed; None where that is not this device's way."""
 
     def allocate_pool(self, spec: KVCacheSpec, num_blocks: int, *, host: bool) -> KVPool:
         """A pool on the device, or (host) in CPU memory that the device can copy from and to. Pages are untouched."""

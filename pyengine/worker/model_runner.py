@@ -17,8 +17,9 @@ from pyengine.sampling.row import Row, RowError
 from pyengine.sampling.sampler import Sampler, SamplingState
 from pyengine.scheduler_output import ModelRunnerOutput, NewRequestData, SchedulerOutput, SwappedInRequestData
 from pyengine.worker.backend import Backend, KVPool
+from pyengine.worker.graph_runner import GraphStepRunner
 from pyengine.worker.input_batch import InputBatch, IntArray, RequestInputError, StepInputs
-from pyengine.worker.step_replay import create_step_runner
+from pyengine.worker.step_replay import StepRunner, create_step_runner
 
 # Prompt log-probabilities need logits for every prompt token; this many rows at a time keep them small.
 _PROMPT_LOGITS_ROWS = 64
@@ -51,13 +52,16 @@ class ModelRunner:
         self._pool = pool
         self._host_pool = host_pool
         max_num_seqs, max_num_tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
-        self._step = create_step_runner(
+        self._step: StepRunner = create_step_runner(
             model,
             [pool.layer(i) for i in range(arch.num_layers)],
             replay=backend.name == "cpu" and not config.device.enforce_eager,
             max_num_tokens=max_num_tokens,
             max_num_rows=max(max_num_seqs, _PROMPT_LOGITS_ROWS),
         )
+        recorder = None if config.device.enforce_eager else backend.graph_recorder()
+        if recorder is not None:
+            self._step = GraphStepRunner(self._step, recorder, config, backend.device)
         self._sampler = Sampler(arch.vocab_size)
         self._requests: dict[str, RequestState] = {}
         self._batch = InputBatch(

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from pyengine.config import CacheConfig, EngineConfig, LoadConfig, ModelArchConfig
+from pyengine.config import GIB, CacheConfig, EngineConfig, LoadConfig, ModelArchConfig
 from pyengine.errors import ConfigError
 from pyengine.loader.base import Checkpoint
 from pyengine.loader.weights import load_model
@@ -17,6 +17,7 @@ from pyengine.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pyengine.worker.backend import KVCacheSpec, KVPool
 from pyengine.worker.backends import create_backend
 from pyengine.worker.model_runner import ModelRunner
+from pyengine.worker.profiling import profile_peak_memory
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +49,28 @@ class Worker:
         self._model = load_model(self._checkpoint, self._load_config, self._backend.ops)
 
     def available_memory(self) -> int:
-        """Bytes that the KV pool may be cut from now."""
-        return self._backend.available_memory()
+        """Bytes that the KV pool may be cut from: what is free now, less what the largest step needs beside it."""
+        load = self._load_config
+        peak = None
+        if self._model is not None and load.max_num_batched_tokens:
+            peak = profile_peak_memory(
+                self._model,
+                self._backend,
+                self._checkpoint.arch,
+                dtype=load.dtype,
+                num_tokens=load.max_num_batched_tokens,
+                num_rows=load.max_num_seqs,
+            )
+        available = self._backend.available_memory()
+        if peak is None:
+            return available
+        logger.info(
+            "profiling run: a step of %d tokens needs %.2f GiB beside the weights; %.2f GiB are left",
+            load.max_num_batched_tokens,
+            peak / GIB,
+            (available - peak) / GIB,
+        )
+        return max(available - peak, 0)
 
     def initialize_kv_cache(self, config: EngineConfig) -> None:
         """Allocate the pools.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from pyengine.layers.attention_metadata import AttentionMetadata
 from pyengine.ops import get_ops, load_core
-from pyengine.worker.backend import Event, KVCacheSpec, KVPool, Stream
+from pyengine.worker.backend import Event, GraphRecorder, KVCacheSpec, KVPool, Stream
 from pyengine.worker.backends.blocks import copy_in_pool, swap_between_pools
 from pyengine.worker.hardware import available_host_memory
 from pyengine.worker.kv_pool import BlockPool
@@ -57,6 +57,12 @@ class CpuBackend:
 
     def available_memory(self) -> int:
         return available_host_memory()
+
+    def measure_peak_memory(self, run: Callable[[], None]) -> int | None:
+        return None  # the pool's pages are taken as they are used, and so are activations'
+
+    def graph_recorder(self) -> GraphRecorder | None:
+        return None
 
     def allocate_pool(self, spec: KVCacheSpec, num_blocks: int, *, host: bool) -> KVPool:
         return BlockPool(spec, num_blocks, device=self.device, k_dim_major=True)

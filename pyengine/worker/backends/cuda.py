@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from pyengine.layers.attention_metadata import AttentionMetadata
 from pyengine.ops import get_ops, load_core
-from pyengine.worker.backend import Event, KVCacheSpec, KVPool, Stream
+from pyengine.worker.backend import Event, Graph, GraphRecorder, KVCacheSpec, KVPool, Stream
 from pyengine.worker.backends.attention_planner import AttentionPlanner
 from pyengine.worker.backends.blocks import copy_in_pool, swap_between_pools
 from pyengine.worker.kv_pool import BlockPool
@@ -31,6 +31,32 @@ class CudaStream:
         self.stream.synchronize()
 
 
+class CudaGraphRecorder:
+    """A `GraphRecorder`: CUDA graphs that share one memory pool, for one at a time runs.
+
+    Args:
+        device: the GPU.
+    """
+
+    records_at_start = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, run: Callable[[], None]) -> Graph:
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            run()  # libraries set themselves up on first use, which cannot be recorded
+        self._stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Calls that other threads make meanwhile (pinned memory, say) must not end the recording.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            run()
+        return graph
+
+
 class CudaBackend:
     """A `Backend`. The compute stream is torch's current one; swaps run on a stream of their own.
 
@@ -50,10 +76,22 @@ class CudaBackend:
         self._compute = CudaStream(torch.cuda.current_stream(self.device))
         self._copy = CudaStream(torch.cuda.Stream(self.device))
         self._planner = AttentionPlanner(self.device)
+        self._recorder = CudaGraphRecorder(self.device)
 
     def available_memory(self) -> int:
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self.device)[0]
+
+    def measure_peak_memory(self, run: Callable[[], None]) -> int | None:
+        torch.cuda.synchronize(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        run()
+        torch.cuda.synchronize(self.device)
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+    def graph_recorder(self) -> GraphRecorder | None:
+        return self._recorder
 
     def allocate_pool(self, spec: KVCacheSpec, num_blocks: int, *, host: bool) -> KVPool:
         if host:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import torch
 
 from pyengine.layers.attention_metadata import AttentionMetadata
 from pyengine.ops import get_ops, load_core, load_emulated
-from pyengine.worker.backend import Event, KVCacheSpec, KVPool, Stream
+from pyengine.worker.backend import Event, GraphRecorder, KVCacheSpec, KVPool, Stream
 from pyengine.worker.backends.attention_planner import AttentionPlanner
 from pyengine.worker.backends.blocks import copy_in_pool, swap_between_pools
+from pyengine.worker.backends.emulated_graph import EmulatedGraphRecorder
+from pyengine.worker.backends.emulated_memory import measure_peak_bytes
 from pyengine.worker.hardware import available_host_memory
 from pyengine.worker.kv_pool import BlockPool
 
@@ -64,6 +66,8 @@ class EmulatedBackend:
 
     name = "emulated"
     device = torch.device("cpu")
+    #: A profiling run takes long where threads are emulated; a test that is about it sets this.
+    measures_memory = False
 
     def __init__(self, num_threads: int) -> None:
         self.ops = get_ops("emulated")
@@ -75,6 +79,12 @@ class EmulatedBackend:
 
     def available_memory(self) -> int:
         return available_host_memory()
+
+    def measure_peak_memory(self, run: Callable[[], None]) -> int | None:
+        return measure_peak_bytes(run) if self.measures_memory else None
+
+    def graph_recorder(self) -> GraphRecorder | None:
+        return EmulatedGraphRecorder()
 
     def allocate_pool(self, spec: KVCacheSpec, num_blocks: int, *, host: bool) -> KVPool:
         return BlockPool(spec, num_blocks, device=self.device)
