@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pyengine.errors import ConfigError
+from pyengine.tenants import Tenant
 
 Device = Literal["auto", "cpu", "cuda", "emulated"]
 ResolvedDevice = Literal["cpu", "cuda", "emulated"]
@@ -47,6 +48,7 @@ class EngineArgs:
     long_prefill_token_threshold: int = 0  # a prompt's share of one step, tokens; 0: the whole budget
     enable_chunked_prefill: bool = True  # False: a prompt is computed in one step or not at all
     scheduling_policy: SchedulingPolicy = "fcfs"  # priority: a lower number is more urgent, and preempts
+    tenants: str | None = None  # file that says who shares the engine, and on what terms; YAML or JSON
     block_size: int = 16  # tokens in one KV block; a power of two, 8 and up
     num_kv_blocks: int | None = None  # device blocks; fitted to memory by default
     gpu_memory_utilization: float | None = None  # share of available memory for the engine; cuda 0.9, cpu 0.5
@@ -170,6 +172,7 @@ class SchedulerConfig:
     policy: SchedulingPolicy
     preemption_mode: PreemptionMode
     static_batching: bool = False
+    tenants: tuple[Tenant, ...] = ()  # none: every request is anybody's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +239,9 @@ def resolve_load(args: EngineArgs, arch: ModelArchConfig, hardware: HardwareInfo
     )
 
 
-def resolve(args: EngineArgs, model: str, arch: ModelArchConfig, hardware: HardwareInfo) -> EngineConfig:
+def resolve(
+    args: EngineArgs, model: str, arch: ModelArchConfig, hardware: HardwareInfo, tenants: tuple[Tenant, ...] = ()
+) -> EngineConfig:
     """The one place where defaults meet the model and the machine. Pure.
 
     Args:
@@ -244,6 +249,7 @@ def resolve(args: EngineArgs, model: str, arch: ModelArchConfig, hardware: Hardw
         model: the checkpoint's resolved name (args.model, or the default model's).
         arch: what the checkpoint says.
         hardware: what the machine says; memory after the weights are loaded.
+        tenants: what the file args.tenants says.
 
     Raises:
         ConfigError: naming the argument that does not fit.
@@ -279,6 +285,7 @@ def resolve(args: EngineArgs, model: str, arch: ModelArchConfig, hardware: Hardw
             policy=args.scheduling_policy,
             preemption_mode=args.preemption_mode,
             static_batching=args.static_batching,
+            tenants=tenants,
         ),
         device=DeviceConfig(device=device, num_threads=load.num_threads, enforce_eager=args.enforce_eager),
         notes=tuple(notes),

@@ -6,9 +6,11 @@ import time
 from dataclasses import dataclass
 
 from pyengine.engine.block_manager import BlockManager, SharedPrefix
+from pyengine.engine.block_usage import BlockUsage
 from pyengine.engine.request import Request, RequestStatus
 from pyengine.engine.scheduler_stats import SchedulerStats
 from pyengine.engine.siblings import Siblings
+from pyengine.engine.tenant_shares import TenantShares
 from pyengine.errors import InvalidRequestError
 from pyengine.scheduler_output import NewRequestData, SchedulerOutput, SwappedInRequestData
 
@@ -27,7 +29,10 @@ class AdmissionPlan:
 class Admission:
     """Plans and starts waiting requests; which one, and when, is the scheduler's choice."""
 
-    def __init__(self, block_manager: BlockManager, siblings: Siblings, stats: SchedulerStats) -> None:
+    def __init__(
+        self, block_manager: BlockManager, siblings: Siblings, stats: SchedulerStats, shares: TenantShares | None
+    ) -> None:
+        self._shares = shares
         self._block_manager = block_manager
         self._siblings = siblings
         self._stats = stats
@@ -36,15 +41,17 @@ class Admission:
         """Refuse a request that could never finish, and set the length at which this one ends.
 
         Raises:
-            InvalidRequestError: if the model or the whole pool holds fewer tokens than the request may need. Says both numbers.
+            InvalidRequestError: if the model, the whole pool or the tenant's quota holds fewer tokens than the request may
+                need. Says both numbers.
         """
         num_prompt, max_tokens = request.num_prompt_tokens, request.sampling_params.max_tokens
         if num_prompt == 0:
             raise InvalidRequestError("prompt", "must not be empty")
         pool = self._block_manager.pool
-        pool_size = pool.num_blocks * pool.block_size
-        limit = min(max_model_len, pool_size)
-        name = "the KV pool holds" if pool_size < max_model_len else "max_model_len is"
+        limits = [(max_model_len, "max_model_len is"), (pool.num_blocks * pool.block_size, "the KV pool holds")]
+        if self._shares is not None and (usage := self._shares.of(request).usage) is not None:
+            limits.append((usage.quota * pool.block_size, f"the KV quota of tenant {request.tenant} holds"))
+        limit, name = min(limits, key=lambda entry: entry[0])
         if num_prompt + 1 > limit:
             raise InvalidRequestError("prompt", f"has {num_prompt} tokens, and {name} {limit}, which must hold one more")
         if max_tokens is None:
@@ -95,9 +102,15 @@ class Admission:
         """
         if num_running == 0:
             return True
-        num_steps = -(-(plan.request.num_tokens - plan.num_computed_tokens) // plan.num_tokens)
-        num_available = self._block_manager.num_free_blocks - num_owed_blocks
-        return self.num_blocks(plan) + self.headroom(plan.request, num_running, num_steps) <= num_available
+        headroom = self.headroom(plan.request, num_running, _num_steps(plan))
+        return self.num_blocks(plan) + headroom <= self._block_manager.num_free_blocks - num_owed_blocks
+
+    def has_quota(self, plan: AdmissionPlan, usage: BlockUsage, num_running: int, num_owed_blocks: int) -> bool:
+        """As `has_room`, within what the request's tenant may hold; the running and owed are its own."""
+        if num_running == 0:
+            return True
+        headroom = self.headroom(plan.request, num_running, _num_steps(plan))
+        return self.num_held_blocks(plan, usage) + headroom <= usage.num_free_blocks - num_owed_blocks
 
     def num_blocks(self, plan: AdmissionPlan) -> int:
         """Free blocks that the request takes for all tokens that it has; at least 1."""
@@ -106,6 +119,14 @@ class Admission:
             return manager.num_new_blocks(plan.prefix, request.num_tokens)
         assert request.block_table is not None
         return manager.num_swap_in_blocks(request.block_table, request.num_tokens)
+
+    def num_held_blocks(self, plan: AdmissionPlan, usage: BlockUsage) -> int:
+        """Blocks by which the request, with all tokens that it has, raises what its tenant holds; at least 1."""
+        request, manager = plan.request, self._block_manager
+        if plan.prefix is not None:
+            return manager.num_new_held_blocks(usage, plan.prefix, request.num_tokens)
+        assert request.block_table is not None
+        return manager.num_swap_in_held_blocks(usage, request.block_table, request.num_tokens)
 
     def start(self, plan: AdmissionPlan, output: SchedulerOutput) -> None:
         """Give the request blocks for its first tokens, and write it into the step."""
@@ -134,7 +155,8 @@ class Admission:
                 stats.prefix_cache_hits += prefix.num_tokens
         if plan.source is None:
             stats.num_cached_tokens += prefix.num_tokens
-        request.block_table = self._block_manager.open_table(prefix, request.cache_salt)
+        usage = None if self._shares is None else self._shares.of(request).usage
+        request.block_table = self._block_manager.open_table(prefix, request.cache_salt, usage)
         request.num_computed_tokens = prefix.num_tokens
         self._siblings.started(request)
 
@@ -180,3 +202,8 @@ class Admission:
                 bad_words_token_ids=request.bad_words_token_ids,
             )
         )
+
+
+def _num_steps(plan: AdmissionPlan) -> int:
+    """Steps that the request takes to catch up, at this one's pace."""
+    return -(-(plan.request.num_tokens - plan.num_computed_tokens) // plan.num_tokens)

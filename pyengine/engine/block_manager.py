@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pyengine.engine.block_pool import BlockPool
+from pyengine.engine.block_usage import BlockUsage
 from pyengine.engine.prefix_cache import CachedBlock, HashFunction, PrefixCache, TokenSlice, hash_block
 from pyengine.engine.swap_space import SwapSpace
 
@@ -16,9 +17,10 @@ NEVER = sys.maxsize
 class BlockTable:
     """The blocks of one sequence, in order: on the device, or after `swap_out` in the CPU pool."""
 
-    __slots__ = ("block_ids", "cache_at", "is_swapped", "num_chained_blocks", "num_tokens", "tip")
+    __slots__ = ("block_ids", "cache_at", "is_swapped", "num_chained_blocks", "num_tokens", "tip", "usage")
 
-    def __init__(self) -> None:
+    def __init__(self, usage: BlockUsage | None = None) -> None:
+        self.usage = usage  # counts device blocks against a quota
         self.block_ids: list[int] = []
         self.num_tokens = 0  # slots in use; the last block is partial unless this is a multiple of the block size
         self.is_swapped = False
@@ -111,13 +113,20 @@ class BlockManager:
         in_use = sum(1 for block_id in prefix.block_ids[:num_full] if ref_counts[block_id])
         return self.num_blocks_for(num_tokens) - in_use
 
-    def open_table(self, prefix: SharedPrefix, salt: str | None) -> BlockTable:
-        """Start a sequence's table with the blocks of `prefix`, shared."""
-        table = BlockTable()
+    def num_new_held_blocks(self, usage: BlockUsage, prefix: SharedPrefix, num_tokens: int) -> int:
+        """As `num_new_blocks`, but blocks that come to be held by those whom `usage` counts."""
+        num_full = prefix.num_tokens // self.block_size
+        return self.num_blocks_for(num_tokens) - sum(1 for block_id in prefix.block_ids[:num_full] if block_id in usage)
+
+    def open_table(self, prefix: SharedPrefix, salt: str | None, usage: BlockUsage | None = None) -> BlockTable:
+        """Start a sequence's table with the blocks of `prefix`, shared; `usage` counts what the table holds."""
+        table = BlockTable(usage)
         table.block_ids = list(prefix.block_ids)
         table.num_tokens = prefix.num_tokens
         for block_id in prefix.block_ids:
             self.pool.acquire(block_id)
+            if usage is not None:
+                usage.acquire(block_id)
         num_full = prefix.num_tokens // self.block_size
         if self.prefix_cache is not None and (prefix.tip is not None or num_full == 0):
             cache = self.prefix_cache
@@ -154,6 +163,8 @@ class BlockManager:
             pool.set_fill(block_id, min(end - len(block_ids) * size, size))
             block_ids.append(block_id)
             new_block_ids.append(block_id)
+            if table.usage is not None:
+                table.usage.acquire(block_id)
         table.num_tokens = end
         return AppendedSlots(new_block_ids, copied)
 
@@ -229,6 +240,11 @@ class BlockManager:
         growth = self.num_blocks_for(num_tokens) - len(table.block_ids)
         return self.swap_space.num_missing_twins(table.block_ids) + growth
 
+    def num_swap_in_held_blocks(self, usage: BlockUsage, table: BlockTable, num_tokens: int) -> int:
+        """As `num_swap_in_blocks`, but blocks that come to be held by those whom `usage` counts."""
+        twins = map(self.swap_space.device_twin, table.block_ids)
+        return self.num_blocks_for(num_tokens) - sum(1 for twin in twins if twin is not None and twin in usage)
+
     def swap_in(self, table: BlockTable) -> list[tuple[int, int]]:
         """Bring a table back to the device.
 
@@ -251,6 +267,9 @@ class BlockManager:
             copies.append((cpu_block, block_id))
         table.block_ids = device_blocks
         table.is_swapped = False
+        if table.usage is not None:
+            for block_id in device_blocks:
+                table.usage.acquire(block_id)
         return copies
 
     # ---- blocks
@@ -266,6 +285,9 @@ class BlockManager:
         block_id = self._take_free()
         self.pool.release(source, keep_content=True)  # others hold it
         table.block_ids[-1] = block_id
+        if table.usage is not None:
+            table.usage.release(source)
+            table.usage.acquire(block_id)
         return len(table.block_ids) - 1, source, block_id
 
     def _release_device_blocks(self, table: BlockTable) -> None:
@@ -280,3 +302,5 @@ class BlockManager:
             keep = cache is not None and block_id in cache
             if self.pool.release(block_id, keep_content=keep):
                 self.swap_space.device_block_freed(block_id)
+            if table.usage is not None:
+                table.usage.release(block_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pyengine.config import PreemptionMode
 from pyengine.engine.block_manager import BlockManager
 from pyengine.engine.request import Request, RequestStatus
-from pyengine.engine.request_queue import RequestQueue
+from pyengine.engine.request_queue import FairQueue, RequestQueue
 from pyengine.engine.scheduler_stats import SchedulerStats
 from pyengine.engine.siblings import Siblings
 from pyengine.scheduler_output import SchedulerOutput
@@ -40,7 +40,7 @@ class Preempter:
         self,
         mode: PreemptionMode,
         block_manager: BlockManager,
-        waiting: RequestQueue,
+        waiting: RequestQueue | FairQueue,
         siblings: Siblings,
         stats: SchedulerStats,
     ) -> None:

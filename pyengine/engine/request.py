@@ -24,8 +24,8 @@ class RequestStatus(Enum):
 class Request:
     """A sequence with its own tokens, seed and blocks. A client's request with n > 1 is n of these, with one `parent_id`.
 
-    What a caller passes stays as it is, but `max_total_tokens`, which the scheduler fits to the model and the pool when the
-    request is added. The scheduler alone changes the rest.
+    What a caller passes stays as it is but for what the scheduler fits when the request is added: `max_total_tokens`, to the
+    model and the pool, and with tenants `tenant` and `cache_salt`. The scheduler alone changes the rest.
 
     Args:
         request_id: the sequence's id, unique among live requests.
@@ -39,7 +39,7 @@ class Request:
         index: which of the n choices this is.
         priority: with the policy "priority", lower runs first.
         cache_salt: only requests of the same salt share cached prefixes.
-        tenant: whom to account the request to.
+        tenant: whom to account the request to; None: nobody in particular.
         bad_words_token_ids: `sampling_params.bad_words`, tokenised; for the worker.
     """
 
@@ -71,6 +71,7 @@ class Request:
         "stop_reason",
         "stop_token_ids",
         "tenant",
+        "turn",
         "urgency",
     )
 
@@ -118,6 +119,7 @@ class Request:
 
         self.block_table: BlockTable | None = None  # on the device, or in the CPU pool while SWAPPED
         self.urgency = (0, 0)  # lower runs first: (priority, under that policy; order of arrival)
+        self.turn = 0.0  # among requests of one priority: how many its tenant runs before it, over the tenant's weight
         self.is_padding = False  # ended, but its row runs until the static batch ends
         self.is_protected = False  # resumed, and no token generated since: must not be preempted
         # Next prompt position to report logprobs of. The first position has none, and siblings leave it to choice 0.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 
 from pyengine.engine.request import Request
+from pyengine.engine.tenant_shares import TenantShares
 
 
 class RequestQueue:
@@ -62,3 +63,67 @@ class RequestQueue:
         if len(self._heap) > 2 * len(self._requests) + 8:
             self._heap = [(r.urgency, r.request_id) for r in self._requests.values()]
             heapq.heapify(self._heap)
+
+
+class FairQueue:
+    """A queue for each tenant; the next request is the first one of the tenant whose turn it is.
+
+    Args:
+        shares: decides whose turn it is.
+    """
+
+    def __init__(self, shares: TenantShares) -> None:
+        self._shares = shares
+        self._queues: dict[str | None, RequestQueue] = {}  # by tenant; none is empty
+        self._closed: set[str | None] = set()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def __contains__(self, request_id: str) -> bool:
+        return any(request_id in queue for queue in self._queues.values())
+
+    @property
+    def tenants(self) -> list[str]:
+        """Those that have requests here and are not passed over."""
+        return [tenant for tenant in self._queues if tenant is not None and tenant not in self._closed]
+
+    def push(self, request: Request) -> None:
+        """Add a request."""
+        self._queues.setdefault(request.tenant, RequestQueue()).push(request)
+
+    def peek(self) -> Request | None:
+        """The next request, or None."""
+        heads = [queue.peek() for tenant, queue in self._queues.items() if tenant not in self._closed]
+        return min((head for head in heads if head is not None), key=self._shares.precedence_of, default=None)
+
+    def pop(self) -> Request:
+        """Take the next request.
+
+        Raises:
+            IndexError: if there is none.
+        """
+        request = self.peek()
+        if request is None:
+            raise IndexError("pop from an empty request queue")
+        self.remove(request)
+        return request
+
+    def remove(self, request: Request) -> None:
+        """Take out a request wherever it stands.
+
+        Raises:
+            KeyError: if it is not in the queue.
+        """
+        queue = self._queues[request.tenant]
+        queue.remove(request)
+        if not queue:
+            del self._queues[request.tenant]
+
+    def pass_over(self, request: Request) -> None:
+        """Until `start_step` the other tenants' requests go before this one's, which has reached a limit of its own."""
+        self._closed.add(request.tenant)
+
+    def start_step(self) -> None:
+        """Consider every tenant again."""
+        self._closed.clear()

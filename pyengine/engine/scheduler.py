@@ -13,6 +13,10 @@ the least urgent running request is preempted. These rules keep that fair and fi
   blocks that it still lacks are then reserved for it, and it is protected: it is not preempted before it has generated a
   token. So no request is preempted more often than it generates tokens, plus one.
 - A request that could not finish with the whole pool to itself is refused when it is added. So one that was admitted finishes.
+
+With tenants (`tenant_shares.py`) each has a queue of its own, and running requests are put in order at every step, in turns.
+A tenant that is short of slots is admitted before those that run get their tokens, as a request of a higher priority is. Blocks
+within a quota follow the same rules as blocks within the pool: running requests of the same tenant make way.
 """
 
 from __future__ import annotations
@@ -20,16 +24,19 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from pyengine.config import CacheConfig, SchedulerConfig
 from pyengine.engine.admission import Admission, AdmissionPlan
 from pyengine.engine.block_manager import AppendedSlots, BlockManager
+from pyengine.engine.block_usage import BlockUsage
 from pyengine.engine.preemption import Preempter
 from pyengine.engine.prefix_cache import HashFunction, hash_block
 from pyengine.engine.request import Request, RequestStatus
-from pyengine.engine.request_queue import RequestQueue
+from pyengine.engine.request_queue import FairQueue, RequestQueue
 from pyengine.engine.scheduler_stats import SchedulerStats
 from pyengine.engine.siblings import Siblings
+from pyengine.engine.tenant_shares import TenantShares, precedence
 from pyengine.errors import InvalidRequestError
 from pyengine.outputs import FinishReason
 from pyengine.scheduler_output import ModelRunnerOutput, SchedulerOutput, SequenceOutput
@@ -43,6 +50,7 @@ class _Step:
     token_budget: int  # tokens that may still be scheduled
     num_owed_blocks: int = 0  # blocks that running requests lack for the tokens they have
     admitted: list[Request] = field(default_factory=list)
+    portions: dict[str, int] | None = None  # with tenants: prompt tokens that each may still have; None: any number
 
 
 class Scheduler:
@@ -61,10 +69,16 @@ class Scheduler:
         )
         self.requests: dict[str, Request] = {}  # all that have not ended
         self.running: list[Request] = []  # most urgent first
-        self.waiting = RequestQueue()  # those that may be admitted
+        self._shares: TenantShares | None = None  # both of these, or none
+        self._fair_queue: FairQueue | None = None
+        if scheduler_config.tenants:
+            self._shares = TenantShares(scheduler_config.tenants, scheduler_config.max_num_seqs, cache_config.num_blocks)
+            self._fair_queue = FairQueue(self._shares)
+        # Those that may be admitted.
+        self.waiting: RequestQueue | FairQueue = RequestQueue() if self._fair_queue is None else self._fair_queue
         self._stats = SchedulerStats()
         self._siblings = Siblings(self.waiting)
-        self._admission = Admission(self.block_manager, self._siblings, self._stats)
+        self._admission = Admission(self.block_manager, self._siblings, self._stats, self._shares)
         self._preempter = Preempter(
             scheduler_config.preemption_mode, self.block_manager, self.waiting, self._siblings, self._stats
         )
@@ -80,16 +94,22 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            InvalidRequestError: if its id is in use, or if it could never finish, being longer than model or pool allow.
+            InvalidRequestError: if its id is in use, its tenant unknown, or if it could never finish, being longer than model,
+                pool or quota allow.
         """
         if request.request_id in self.requests:
             raise InvalidRequestError("request_id", f"{request.request_id!r} is in use")
+        if self._shares is not None:
+            tenant = self._shares.resolve(request.tenant).tenant
+            request.tenant, request.cache_salt = tenant.name, tenant.cache_salt(request.cache_salt)
         self._admission.fit_length(request, self.config.max_model_len)
         self._siblings.add(request)
         priority = request.priority if self.config.policy == "priority" else 0
         request.urgency = (priority, self._num_added)
         self._num_added += 1
         self.requests[request.request_id] = request
+        if self._shares is not None:
+            self._shares.added(request)
         self.waiting.push(request)
 
     def finish_requests(self, request_ids: Iterable[str], finish_reason: FinishReason) -> list[str]:
@@ -150,6 +170,12 @@ class Scheduler:
                 setattr(self._stats, counter.name, counter.default)
         self._utilisation_sum = 0.0
         self.block_manager.pool.num_allocations = 0
+        if self._shares is not None:
+            self._shares.reset_counters()
+
+    def tenant_stats(self) -> dict[str, dict[str, Any]]:
+        """Counters and gauges by tenant; empty without tenants."""
+        return {} if self._shares is None else self._shares.stats(self.running)
 
     # ---- a step
 
@@ -164,14 +190,17 @@ class Scheduler:
         step = _Step(output, self.config.max_num_batched_tokens)
         if self.config.static_batching:
             self._end_padding(num_blocks_needed=len(self.running))
+        if self._shares is not None and self._fair_queue is not None:
+            self._shares.start_step(self.running)
+            self._fair_queue.start_step()
         if self._to_preempt:
             self._preempt_as_asked(step)
-        if self.config.policy == "priority" and not self.config.static_batching:
+        if (self.config.policy == "priority" or self._shares is not None) and not self.config.static_batching:
             self._admit_urgent(step)
         self._schedule_running(step)
         self._admit_waiting(step)
         for request in step.admitted:
-            insort(self.running, request, key=_urgency)
+            insort(self.running, request, key=precedence)
         output.total_num_scheduled_tokens = self.config.max_num_batched_tokens - step.token_budget
         if output.total_num_scheduled_tokens:
             self._stats.num_steps += 1
@@ -206,6 +235,8 @@ class Scheduler:
                 first_position = request.num_computed_tokens
                 self._advance(request, num_tokens)
                 new_token_ids = self._append_sampled(request, sampled.get(request_id))
+                if self._shares is not None:
+                    self._shares.of(request).num_generated_tokens += len(new_token_ids)
                 prompt_logprobs = None
                 if not request.may_match_prefix:
                     computed = model_runner_output.prompt_logprobs.get(request_id, [])
@@ -240,30 +271,42 @@ class Scheduler:
     def _preempt_as_asked(self, step: _Step) -> None:
         for request in reversed(self.running.copy()):
             if request.request_id in self._to_preempt and not (request.is_protected or request.is_padding):
-                self.running.remove(request)
-                self._preempter.preempt(request, step.output)
+                self._preempt(request, step)
         self._to_preempt.clear()
 
+    def _preempt(self, request: Request, step: _Step) -> None:
+        self.running.remove(request)
+        self._preempter.preempt(request, step.output)
+        if self._shares is not None:
+            self._shares.preempted(request)
+
     def _admit_urgent(self, step: _Step) -> None:
-        """Let in requests of a higher priority than a running one has; running ones may have to make way.
+        """Let in requests that outrank a running one, or whose tenant is short of slots; running ones may have to make way.
 
         This comes before any running request is scheduled, so that no decision must be undone.
         """
-        if not self._outranks_running(self.waiting.peek()):
+        if not self._goes_first(self.waiting.peek()):
             return
+        if self._shares is not None and self._fair_queue is not None and self.config.enable_chunked_prefill:
+            wanted = self._wanted_chunks() | dict.fromkeys(self._fair_queue.tenants, step.token_budget)
+            step.portions = self._shares.divide(step.token_budget - len(self.running), wanted)
         step.num_owed_blocks = sum(map(self._num_owed_blocks, self.running))
         num_held_tokens = len(self.running)  # every running request can still decode
         step.token_budget -= num_held_tokens
-        while (request := self.waiting.peek()) is not None and self._outranks_running(request):
+        while (request := self.waiting.peek()) is not None and self._goes_first(request):
             if self._siblings.park_first():
                 continue
             if self._has_just_left(request, step):
                 break
             plan = self._plan(request, step)
-            if plan is None or not self._make_way(plan, step):
+            if plan is None:
                 break
-            self._admit(plan, step)
+            if self._make_way(plan, step):
+                self._admit(plan, step)
+            elif not self._pass_over(plan, step):
+                break
         step.token_budget += num_held_tokens
+        step.portions = None
 
     def _schedule_running(self, step: _Step) -> None:
         """One token for each request that has caught up, then chunks for the others, as far as the budget goes."""
@@ -273,6 +316,7 @@ class Scheduler:
             if request.is_protected:
                 num_reserved_blocks += self._num_owed_blocks(request)
         chunk_budget = step.token_budget - num_decodes
+        portions = None if self._shares is None else self._shares.divide(chunk_budget, self._wanted_chunks())
         cached_reqs = step.output.scheduled_cached_reqs
         index = 0
         while index < len(self.running):  # a request may preempt others behind it
@@ -281,7 +325,7 @@ class Scheduler:
             num_tokens = request.num_tokens - request.num_computed_tokens
             is_chunk = num_tokens > 1
             if is_chunk:
-                num_tokens = self._chunk(num_tokens, chunk_budget)
+                num_tokens = self._chunk(num_tokens, chunk_budget if portions is None else portions[str(request.tenant)])
             table = request.block_table
             assert table is not None
             owed = self._num_owed_blocks(request) if request.is_protected else 0
@@ -291,6 +335,10 @@ class Scheduler:
             num_tokens = table.num_tokens - request.num_computed_tokens
             if is_chunk:
                 chunk_budget -= num_tokens
+                if portions is not None:
+                    portions[str(request.tenant)] -= num_tokens
+            if self._shares is not None:
+                self._shares.charge(request, num_tokens)
             if owed:
                 num_reserved_blocks -= owed - self._num_owed_blocks(request)
             step.token_budget -= num_tokens
@@ -315,24 +363,31 @@ class Scheduler:
         assert table is not None
         while True:
             num_available = manager.num_free_blocks - num_reserved_blocks
-            slots = manager.append_slots(table, num_tokens, num_available)
+            num_allowed = num_available if table.usage is None else self._num_allowed_blocks(request, table.usage)
+            slots = manager.append_slots(table, num_tokens, min(num_available, num_allowed))
             if slots is not None:
                 return slots
             # A shorter chunk is better than another request's work undone.
-            num_fitting = manager.num_slots_within(table, num_available)
+            num_fitting = manager.num_slots_within(table, min(num_available, num_allowed))
             if num_fitting > 0:
                 num_tokens = num_fitting
-            elif not self._preempt_behind(behind, step):
+            elif not self._preempt_behind(behind, step, request.tenant if num_allowed < num_available else None):
                 return None
 
-    def _preempt_behind(self, index: int, step: _Step) -> bool:
-        """Preempt the least urgent running request from `index` on, and say whether there was one."""
-        for victim in range(len(self.running) - 1, index - 1, -1):
-            if self.running[victim].is_padding:
-                self._end(self.running.pop(victim))
+    def _num_allowed_blocks(self, request: Request, usage: BlockUsage) -> int:
+        """Blocks that the request's tenant may still take for it: what is reserved for protected requests is not among them."""
+        others = [other for other in self.running if other.is_protected and other.tenant == request.tenant]
+        return usage.num_free_blocks - sum(self._num_owed_blocks(other) for other in others if other is not request)
+
+    def _preempt_behind(self, index: int, step: _Step, tenant: str | None) -> bool:
+        """Preempt the least urgent running request from `index` on, of one tenant if it is given; say whether there was one."""
+        for request in reversed(self.running[index:]):
+            if request.is_padding:
+                self.running.remove(request)
+                self._end(request)
                 return True
-            if not self.running[victim].is_protected:
-                self._preempter.preempt(self.running.pop(victim), step.output)
+            if not request.is_protected and tenant in (None, request.tenant):
+                self._preempt(request, step)
                 return True
         return False
 
@@ -361,7 +416,7 @@ class Scheduler:
             return False
         plan = self._plan(request, step)
         if plan is None or not self._fits(plan, step):
-            return False
+            return plan is not None and self._pass_over(plan, step)
         self._admit(plan, step)
         return True
 
@@ -369,22 +424,50 @@ class Scheduler:
         """Whether this step preempts the request; it cannot start in the same one, its blocks being on their way."""
         return request.request_id in step.output.preempted_req_ids or request.request_id in step.output.swapped_out_req_ids
 
-    def _outranks_running(self, request: Request | None) -> bool:
-        return request is not None and bool(self.running) and request.priority < self.running[-1].priority
+    def _goes_first(self, request: Request | None) -> bool:
+        """Whether a waiting request is to be admitted before the running ones are scheduled."""
+        if request is None or not self.running:
+            return False
+        return self._outranks_running(request) or (
+            self._shares is not None and self._shares.is_short(request, len(self.running))
+        )
+
+    def _outranks_running(self, request: Request) -> bool:
+        return request.urgency[0] < self.running[-1].urgency[0]
+
+    def _pass_over(self, plan: AdmissionPlan, step: _Step) -> bool:
+        """Let other tenants' requests go before this one if it waits for its own tenant's; say whether that is so."""
+        if self._fair_queue is None or self._fits_tenant(plan, step):
+            return False
+        self._fair_queue.pass_over(plan.request)
+        return True
+
+    def _wanted_chunks(self) -> dict[str, int]:
+        """By tenant, the tokens that running requests lack beyond the one that each is due."""
+        wanted: dict[str, int] = {}
+        for request in self.running:
+            num_tokens = request.num_tokens - request.num_computed_tokens
+            if num_tokens > 1:
+                chunk = self._chunk(num_tokens, num_tokens)
+                wanted[str(request.tenant)] = wanted.get(str(request.tenant), 0) + chunk
+        return wanted
 
     def _plan(self, request: Request, step: _Step) -> AdmissionPlan | None:
         """How the request would start, or None if no tokens can be granted."""
         plan = self._admission.plan(request)
         num_remaining = request.num_tokens - plan.num_computed_tokens
-        plan.num_tokens = self._chunk(num_remaining, step.token_budget)
+        budget = step.token_budget
+        if step.portions is not None and not self._outranks_running(request):
+            budget = min(budget, step.portions[str(request.tenant)])
+        plan.num_tokens = self._chunk(num_remaining, budget)
         may_run = plan.num_tokens == num_remaining or (self.config.enable_chunked_prefill and plan.num_tokens > 0)
         return plan if may_run else None
 
     def _make_way(self, plan: AdmissionPlan, step: _Step) -> bool:
-        """Preempt running requests of lower priority until the plan fits, if that is enough; say whether it fits."""
+        """Preempt running requests that must make way until the plan fits, if that is enough; say whether it fits."""
         if self._fits(plan, step):
             return True
-        victims = [r for r in self.running if r.priority > plan.request.priority and not r.is_protected]
+        victims = self._victims(plan)
         num_kept = len(self.running) + len(step.admitted) - len(victims)
         # At most: blocks that a victim shares with others do not become free.
         num_freed = sum(len(r.block_table.block_ids) + self._num_owed_blocks(r) for r in victims if r.block_table)
@@ -393,22 +476,54 @@ class Scheduler:
         if not self._admission.has_room(plan, num_kept, step.num_owed_blocks - num_freed):
             return False
         while victims and not self._fits(plan, step):
-            victim = victims.pop()  # the least urgent
+            # The least urgent; one of the same tenant, if it is the tenant's limits that stand in the way.
+            own = [r for r in victims if r.tenant == plan.request.tenant]
+            if not own and not self._fits_tenant(plan, step):
+                break
+            victim = victims[-1] if self._fits_tenant(plan, step) else own[-1]
+            victims.remove(victim)
             step.num_owed_blocks -= self._num_owed_blocks(victim)
-            self.running.remove(victim)
-            self._preempter.preempt(victim, step.output)
+            self._preempt(victim, step)
         return self._fits(plan, step)
+
+    def _victims(self, plan: AdmissionPlan) -> list[Request]:
+        """Running requests that may be preempted for the plan's, least urgent last."""
+        request = plan.request
+        lower = [r for r in self.running if r.urgency[0] > request.urgency[0] and not r.is_protected]
+        if self._shares is None or not self._shares.is_short(request, len(self.running)):
+            return lower
+        chosen = {id(r) for r in lower + self._shares.displaceable(request, self._admission.num_blocks(plan), self.running)}
+        return [r for r in self.running if id(r) in chosen]
 
     def _fits(self, plan: AdmissionPlan, step: _Step) -> bool:
         num_running = len(self.running) + len(step.admitted)
-        if num_running >= self.config.max_num_seqs:
+        if num_running >= self.config.max_num_seqs or not self._fits_tenant(plan, step):
             return False
         return self._admission.has_room(plan, num_running, step.num_owed_blocks)
+
+    def _fits_tenant(self, plan: AdmissionPlan, step: _Step) -> bool:
+        """Whether the limits of the request's tenant let it run now."""
+        request = plan.request
+        if self._shares is None:
+            return True
+        if not self._shares.has_free_slot(request):
+            return False
+        usage = self._shares.of(request).usage
+        if usage is None:
+            return True
+        own = [r for r in (*self.running, *step.admitted) if r.tenant == request.tenant]
+        num_owed = sum(map(self._num_owed_blocks, own))
+        return self._admission.has_quota(plan, usage, len(own), num_owed)
 
     def _admit(self, plan: AdmissionPlan, step: _Step) -> None:
         request = self.waiting.pop()
         assert request is plan.request
         self._admission.start(plan, step.output)
+        if self._shares is not None:
+            self._shares.admitted(request)
+            self._shares.charge(request, plan.num_tokens)
+            if step.portions is not None:
+                step.portions[str(request.tenant)] -= plan.num_tokens
         step.token_budget -= plan.num_tokens
         step.num_owed_blocks += self._num_owed_blocks(request)
         step.admitted.append(request)
@@ -473,8 +588,6 @@ class Scheduler:
         self._stats.num_swapped -= request.status is RequestStatus.SWAPPED
         self._siblings.remove(request)
         request.status = RequestStatus.FINISHED
+        if self._shares is not None:
+            self._shares.ended(request)
         del self.requests[request.request_id]
-
-
-def _urgency(request: Request) -> tuple[int, int]:
-    return request.urgency

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pyengine.engine.request import Request
-from pyengine.engine.request_queue import RequestQueue
+from pyengine.engine.request_queue import FairQueue, RequestQueue
 
 
 class _Group:
@@ -24,7 +24,7 @@ class Siblings:
     queue and the first of them computes.
     """
 
-    def __init__(self, waiting: RequestQueue) -> None:
+    def __init__(self, waiting: RequestQueue | FairQueue) -> None:
         self._waiting = waiting
         self._groups: dict[str, _Group] = {}
         self._num_parked = 0

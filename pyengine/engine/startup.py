@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pyengine.config import EngineArgs, EngineConfig, resolve, resolve_load
+from pyengine.tenants import load_tenants
 from pyengine.worker.executor import Executor
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ def start_up(args: EngineArgs) -> EngineParts:
         ModelLoadError: naming the file or tensor.
     """
     started = time.monotonic()
+    tenants = load_tenants(args.tenants)
     with _phase("libraries imported"):
         # Here and not above: they bring torch and transformers, and an engine on other parts needs neither.
         from pyengine.loader.checkpoint import open_checkpoint
@@ -62,7 +64,7 @@ def start_up(args: EngineArgs) -> EngineParts:
         with _phase("weights loaded"):
             executor.load_model()
         hardware = replace(hardware, available_memory=executor.available_memory())
-        config = resolve(args, checkpoint.name, checkpoint.arch, hardware)
+        config = resolve(args, checkpoint.name, checkpoint.arch, hardware, tenants)
         for note in config.notes:
             logger.info("%s", note)
         with _phase("KV cache allocated"):

@@ -74,7 +74,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Scheduling": (
         *("max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill", "long_prefill_token_threshold"),
-        *("scheduling_policy", "preemption_mode", "static_batching"),
+        *("scheduling_policy", "tenants", "preemption_mode", "static_batching"),
     ),
     "Engine": (),
 }

@@ -11,6 +11,7 @@ from pyengine.config import CacheConfig, SchedulerConfig
 from pyengine.engine.prefix_cache import HashFunction, hash_block
 from pyengine.engine.request import Request, RequestStatus
 from pyengine.engine.scheduler import Scheduler
+from pyengine.engine.tenant_shares import precedence
 from pyengine.sampling_params import SamplingParams
 from pyengine.scheduler_output import SchedulerOutput, SequenceOutput
 
@@ -23,6 +24,7 @@ _SCHEDULER_FIELDS = (
     "policy",
     "preemption_mode",
     "static_batching",
+    "tenants",
 )
 
 
@@ -208,7 +210,7 @@ class Harness:
         on_device = [r for r in self.scheduler.requests.values() if r.status is RequestStatus.RUNNING]
         on_cpu = [r for r in self.scheduler.requests.values() if r.status is RequestStatus.SWAPPED]
         assert {r.request_id for r in on_device} == {r.request_id for r in self.scheduler.running}
-        assert [r.urgency for r in self.scheduler.running] == sorted(r.urgency for r in self.scheduler.running)
+        assert self.scheduler.running == sorted(self.scheduler.running, key=precedence)
         self._check_pool(on_device)
         self._check_swap_space(on_cpu)
         self._check_prefix_cache()
@@ -221,6 +223,23 @@ class Harness:
 
         reserved = sum(self.scheduler._num_owed_blocks(r) for r in on_device if r.is_protected)
         assert reserved <= self.manager.num_free_blocks, "a protected request may find no block"
+        self._check_tenants(on_device)
+
+    def _check_tenants(self, on_device: list[Request]) -> None:
+        """No quota or limit is exceeded, by a count of their own blocks, and no request is forgotten."""
+        num_blocks = self.manager.pool.num_blocks
+        for tenant in self.config.tenants:
+            own = [r for r in on_device if r.tenant == tenant.name]
+            held = {block_id for r in own if r.block_table is not None for block_id in r.block_table.block_ids}
+            assert len(held) <= int(tenant.kv_quota * num_blocks), f"{tenant.name} is above its quota"
+            assert tenant.max_concurrent is None or len(own) <= tenant.max_concurrent
+            stats = self.scheduler.tenant_stats()[tenant.name]
+            live = [r for r in self.scheduler.requests.values() if r.tenant == tenant.name]
+            assert (stats["num_running"], stats["num_waiting"]) == (len(own), len(live) - len(own))
+            if tenant.is_rationed:
+                assert stats["num_kv_blocks"] == len(held)
+                owed = sum(self.scheduler._num_owed_blocks(r) for r in own if r.is_protected)
+                assert len(held) + owed <= stats["kv_quota_blocks"], "a protected request may find no block in its quota"
 
     def _check_pool(self, on_device: list[Request]) -> None:
         pool, size = self.manager.pool, self.manager.block_size

@@ -16,6 +16,7 @@ from scheduling import Harness
 
 from pyengine.engine.prefix_cache import HashFunction, hash_block
 from pyengine.errors import InvalidRequestError
+from pyengine.tenants import Tenant
 
 
 def _poor_hash(parent_hash: int, token_ids: tuple[int, ...]) -> int:
@@ -50,10 +51,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         static=st.sampled_from([False, False, False, True]),
         tokens_per_step=st.sampled_from([1, 1, 3]),
         headroom=st.booleans(),
+        quota=st.sampled_from([None, None, 0.3, 0.6, 1.0]),
     )
     def start(self, **c: Any) -> None:
         budget = c["max_num_seqs"] + c["spare_tokens"]
         self.max_len = c["num_blocks"] * c["block_size"]
+        tenants: tuple[Tenant, ...] = ()  # none, or three: "a" has a quota, "b" a limit and weight, "default" nothing special
+        self.max_lens = {None: self.max_len, "a": self.max_len, "b": self.max_len}
+        if c["quota"] is not None:
+            self.max_lens["a"] = int(c["quota"] * c["num_blocks"]) * c["block_size"]
+            limited = Tenant(name="b", weight=3.0, max_concurrent=2, cache_group="ab")
+            tenants = (Tenant(name="a", kv_quota=c["quota"], cache_group="ab"), limited, Tenant(name="default"))
         if not c["chunked"]:
             budget = max(budget, self.max_len)
         self.harness = Harness(
@@ -71,6 +79,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             policy=c["policy"],
             preemption_mode=c["mode"],
             static_batching=c["static"],
+            tenants=tenants,
         )
         self.harness.worker.tokens_per_step = c["tokens_per_step"]
         self.num_added = 0
@@ -83,6 +92,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from([None, None, None, "a"]),
         stop=st.sampled_from([None, None, 0]),
         prompt_logprobs=st.sampled_from([None, None, None, 0]),
+        tenant=st.sampled_from([None, "a", "b"]),
     )
     def add(
         self,
@@ -93,14 +103,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt: str | None,
         stop: int | None,
         prompt_logprobs: int | None,
+        tenant: str | None,
     ) -> None:
         request_id = f"r{self.num_added}"
         self.num_added += 1
-        fields: dict[str, Any] = {"priority": priority, "cache_salt": salt, "seed": self.num_added * 100}
+        fields: dict[str, Any] = {"priority": priority, "cache_salt": salt, "seed": self.num_added * 100, "tenant": tenant}
         if stop is not None:
             fields["stop_token_ids"] = (stop,)
         fields["prompt_logprobs"] = prompt_logprobs
-        fits = len(prompt) + max_tokens <= self.max_len
+        fits = len(prompt) + max_tokens <= self.max_lens[tenant]
         try:
             if n == 1:
                 self.harness.add(request_id, prompt, max_tokens, **fields)
