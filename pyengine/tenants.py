@@ -70,8 +70,10 @@ class Tenant:
         """Whether its KV blocks must be counted."""
         return self.kv_quota < 1.0
 
-    def cache_salt(self, salt: str | None) -> str:
+    def cache_salt(self, salt: str | None) -> str | None:
         """The salt that its prefixes are cached under: other groups' never match it, whatever their requests send."""
+        if salt is None and self.name == DEFAULT_TENANT and self.cache_group is None:
+            return None  # so that a gateway learns of these blocks as it would without tenants
         group = f"tenant {self.name}" if self.cache_group is None else f"group {self.cache_group}"
         return group if salt is None else f"{group} {salt}"
 
@@ -140,7 +142,8 @@ def _tenant(entry: Any, where: str) -> Tenant:
     group = values.get("cache_group")
     if group is not None and (not isinstance(group, str) or not _NAME.fullmatch(group)):
         raise ValueError(f"{where}: cache_group must be 1 to 64 of A-Z a-z 0-9 _ . -, got {group!r}")
-    keys = values.get("api_keys") or []
+    keys = values.get("api_keys")
+    keys = [] if keys is None else keys
     if not isinstance(keys, list):
         raise ValueError(f"{where}: api_keys must be a list")
     values["api_keys"] = tuple(_key(key, f"{where}: api_keys[{i}]") for i, key in enumerate(keys))

@@ -201,13 +201,14 @@ class LLMEngine:
     # ---- around it
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the start and gauges of now, by name: the scheduler's, and tokens and requests.
+        """Counters since the start and gauges of now, by name: the scheduler's, tokens and requests, and those of `tenants`.
 
         `kv_utilisation` is the mean over steps of used / allocated KV slots; `kv_utilisation_now` is the current step's.
         """
         stats = asdict(self._scheduler.stats())
         stats["kv_utilisation_now"] = stats["kv_utilisation"]
         stats["kv_utilisation"] = stats.pop("mean_kv_utilisation")
+        stats["tenants"] = self._scheduler.tenant_stats()
         stats["num_requests"] = len(self._output_processor)
         stats["prompt_tokens"] = self.metrics.prompt_tokens
         stats["generation_tokens"] = self.metrics.generation_tokens

@@ -15,6 +15,7 @@ from pyengine.config import EngineArgs
 from pyengine.errors import ConfigError, PyEngineError
 from pyengine.server.auth import KEY_VARIABLE, load_api_keys
 from pyengine.server.flags import LOG_LEVELS, in_flag_terms, parse_flags
+from pyengine.tenants import load_tenants
 
 if TYPE_CHECKING:
     from pyengine.server.engine_client import EngineClient
@@ -29,13 +30,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         engine_args, server_args = parse_flags(argv)
-        keys = load_api_keys(server_args.api_key_file, os.environ.get(KEY_VARIABLE))
+        tenants = load_tenants(engine_args.tenants)
+        keys = load_api_keys(server_args.api_key_file, os.environ.get(KEY_VARIABLE), tenants, os.environ)
         _configure_logging(server_args.log_level or os.environ.get("PYENGINE_LOG_LEVEL") or "info")
         # Only now that the flags are known to be right: torch and grpc take seconds to import.
         from pyengine.server.lifecycle import LOADER_THREAD, InferenceServer, run
 
         async def serve() -> int:
-            server = InferenceServer(server_args, _engine_factory(engine_args), _version(), keys)
+            server = InferenceServer(server_args, _engine_factory(engine_args), _version(), keys, tenants)
             return await run(server, announce=_announce, stop_now=_stop_now)
 
         code = asyncio.run(serve())

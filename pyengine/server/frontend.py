@@ -23,6 +23,8 @@ from pyengine.inputs import Prompt
 from pyengine.outputs import RequestOutput
 from pyengine.sampling_params import SamplingParams
 from pyengine.server.engine_client import EngineClient
+from pyengine.server.tenancy import Tenancy
+from pyengine.tenants import Tenant
 
 
 class State(enum.Enum):
@@ -44,7 +46,7 @@ class GenerationCall:
     params: SamplingParams
     priority: int
     cache_salt: str | None
-    tenant: str | None
+    tenant: str | None  # that the caller claims; `Tenancy.account` says whether it is believed
     echo: bool
 
 
@@ -57,6 +59,7 @@ class Frontend:
         request_timeout: seconds that a request may take; None: as long as its client waits.
         trust_chat_template: whether clients may send chat templates.
         on_engine_dead: told by the first request that finds the engine dead.
+        tenants: who shares the engine; none: every request is anybody's.
     """
 
     def __init__(
@@ -67,7 +70,9 @@ class Frontend:
         request_timeout: float | None = None,
         trust_chat_template: bool = False,
         on_engine_dead: Callable[[EngineDeadError], None] = lambda error: None,
+        tenants: Sequence[Tenant] = (),
     ) -> None:
+        self.tenancy = Tenancy(tenants)
         self.state = State.LOADING
         self.is_stalled = False  # there is work, and no step has been made for long
         self.version = version
@@ -145,27 +150,29 @@ class Frontend:
             raise
 
     @contextmanager
-    def admitted(self, request_ids: Sequence[str]) -> Iterator[None]:
-        """Counts requests as in flight, all of them or none.
+    def admitted(self, calls: Sequence[GenerationCall]) -> Iterator[None]:
+        """Counts one caller's requests as in flight, all of them or none.
 
         Raises:
-            OverloadedError: there are max_concurrent_requests already.
-            InvalidRequestError: a request of one of the ids is in flight.
+            OverloadedError: there are max_concurrent_requests already, or as many as their tenant may have.
+            InvalidRequestError: a request of one of the ids is in flight, or they are said to be of an unknown tenant.
         """
+        request_ids = [call.request_id for call in calls]
         if len(self._active) + len(request_ids) > self.max_concurrent_requests:
             taken = f"this server takes {self.max_concurrent_requests}"
             raise OverloadedError(f"{len(self._active)} requests are in flight, and {len(request_ids)} more came; {taken}")
         for request_id in request_ids:
             if request_id in self._active:
                 raise InvalidRequestError("request_id", f"{request_id!r} is in flight already")
-        self._active.update(request_ids)
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self._active.difference_update(request_ids)
-            if not self._active:
-                self._idle.set()
+        with self.tenancy.admitted(calls, self.engine.config.scheduler.max_num_seqs):
+            self._active.update(request_ids)
+            self._idle.clear()
+            try:
+                yield
+            finally:
+                self._active.difference_update(request_ids)
+                if not self._active:
+                    self._idle.set()
 
     async def outputs(self, call: GenerationCall) -> AsyncGenerator[RequestOutput, None]:
         """The engine's outputs for an admitted call. Closing the generator aborts the request.
@@ -175,6 +182,7 @@ class Frontend:
         """
         last: RequestOutput | None = None
         failure: Exception | None = None
+        call = self.tenancy.account(call)
         stream = self.engine.generate(
             call.prompt,
             call.params,

@@ -60,5 +60,5 @@ def cache_salt(field: str | None, headers: Mapping[str, str]) -> str | None:
 
 
 def tenant(headers: Mapping[str, str]) -> str | None:
-    """Whom to account the request to."""
+    """Whom the request claims to be accounted to; only a trusted key is believed."""
     return headers.get("x-tenant") or None

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 
 from pyengine.errors import UnauthenticatedError
-from pyengine.server.auth import ApiKeys
+from pyengine.server.auth import CALLER, ApiKeys
 from pyengine.server.status import status_of
 
 #: Probes and load balancers have no keys.
@@ -16,7 +16,7 @@ _OPEN = "/grpc.health.v1.Health/"
 
 
 class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
-    """Ends calls without an accepted key in their metadata before their request is read."""
+    """Ends calls without an accepted key in their metadata before their request is read; notes whose key the others have."""
 
     def __init__(self, keys: ApiKeys) -> None:
         self._keys = keys
@@ -27,7 +27,7 @@ class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
         if not handler_call_details.method.startswith(_OPEN):
             values = [value for key, value in handler_call_details.invocation_metadata or () if key == "authorization"]
             try:
-                self._keys.check(values[0] if values else None)
+                CALLER.set(self._keys.check(values[0] if values else None))
             except UnauthenticatedError as error:
                 return _refusal(error)
         return await continuation(handler_call_details)

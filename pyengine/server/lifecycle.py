@@ -11,7 +11,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 
 import grpc
@@ -33,6 +33,7 @@ from pyengine.server.http.status import status_app
 from pyengine.server.interceptor import ApiKeyInterceptor
 from pyengine.server.servicer import SERVICE_NAME, InferenceServicer, add_to_server
 from pyengine.server.tls import TlsFiles
+from pyengine.tenants import Tenant
 
 logger = logging.getLogger(__name__)
 
@@ -53,13 +54,19 @@ class InferenceServer:
         make_engine: loads the model; in a thread.
         version: of this program.
         keys: that calls must have.
+        tenants: who shares the engine.
 
     Raises:
         ConfigError: the TLS files cannot be used.
     """
 
     def __init__(
-        self, args: ServerArgs, make_engine: Callable[[], EngineClient], version: str, keys: ApiKeys = NO_KEYS
+        self,
+        args: ServerArgs,
+        make_engine: Callable[[], EngineClient],
+        version: str,
+        keys: ApiKeys = NO_KEYS,
+        tenants: Sequence[Tenant] = (),
     ) -> None:
         self.args = args
         self.port = 0  # set by bind
@@ -74,6 +81,7 @@ class InferenceServer:
             request_timeout=args.request_timeout,
             trust_chat_template=args.trust_request_chat_template,
             on_engine_dead=lambda error: self.failed.set(),
+            tenants=tenants,
         )
         self._keys = keys
         self._tls: TlsFiles | None = None

@@ -79,6 +79,27 @@ _GAUGES = (
 )
 
 
+@dataclass(frozen=True)
+class _TenantSeries:
+    """A series with a value for each tenant, one of its entry in `LLMEngine.stats`."""
+
+    name: str
+    help: str
+    key: str
+    is_counter: bool = False
+
+
+_TENANT_SERIES = (
+    _TenantSeries("pyengine:tenant_requests_running", "Sequences of a tenant that run.", "num_running"),
+    _TenantSeries("pyengine:tenant_requests_waiting", "Sequences of a tenant that wait.", "num_waiting"),
+    _TenantSeries("pyengine:tenant_kv_blocks", "KV blocks that a tenant's sequences hold.", "num_kv_blocks"),
+    _TenantSeries("pyengine:tenant_kv_quota_blocks", "KV blocks that they may hold.", "kv_quota_blocks"),
+    _TenantSeries("pyengine:tenant_computed_tokens", "Tokens computed for a tenant.", "computed_tokens", is_counter=True),
+    _TenantSeries("pyengine:tenant_generation_tokens", "Tokens generated for a tenant.", "generation_tokens", is_counter=True),
+    _TenantSeries("pyengine:tenant_preemptions", "Preemptions of a tenant's sequences.", "num_preemptions", is_counter=True),
+)
+
+
 class EngineCollector(Collector):
     """Reads a serving frontend's engine; without one there is nothing to collect."""
 
@@ -95,6 +116,7 @@ class EngineCollector(Collector):
         for series in _GAUGES:
             yield _gauge(series.name, series.help, labels, sum(stats[key] for key in series.keys))
         yield from self._usage(stats, labels)
+        yield from self._by_tenant(stats["tenants"], labels)
         yield _finished_requests(stats, labels)
         for name, text in _HISTOGRAMS.items():
             yield _histogram(f"vllm:{name}", text, labels, getattr(engine.metrics, name))
@@ -107,6 +129,26 @@ class EngineCollector(Collector):
         build = GaugeMetricFamily("pyengine:build_info", "The program.", labels=(*_LABELS, "version"))
         build.add_metric((*labels, self._frontend.version), 1)
         yield build
+
+    def _by_tenant(self, tenants: Mapping[str, Mapping[str, Any]], labels: tuple[str, str]) -> Iterator[Metric]:
+        names = (*_LABELS, "tenant")
+        for series in _TENANT_SERIES:
+            make = CounterMetricFamily if series.is_counter else GaugeMetricFamily
+            family = make(series.name, series.help, labels=names)
+            for tenant, values in tenants.items():
+                family.add_metric((*labels, tenant), values[series.key])
+            yield family
+        tenancy = self._frontend.tenancy
+        in_flight = GaugeMetricFamily("pyengine:tenant_requests_in_flight", "Requests of a tenant in flight.", labels=names)
+        for tenant, count in list(tenancy.in_flight.items()):
+            in_flight.add_metric((*labels, tenant), count)
+        yield in_flight
+        refused = CounterMetricFamily(
+            "pyengine:tenant_requests_refused", "Requests refused for a tenant's limits.", labels=(*names, "reason")
+        )
+        for (tenant, reason), count in list(tenancy.refused.items()):
+            refused.add_metric((*labels, tenant, reason), count)
+        yield refused
 
     @staticmethod
     def _usage(stats: Mapping[str, Any], labels: tuple[str, str]) -> Iterator[Metric]:

@@ -28,7 +28,7 @@ class InferenceServicer:
         # the engine's generator is closed there and then, and not when the garbage collector finds it.
         async with self._call(request, context, "Generate"):
             call = self._generation_call(request, context, RequestOutputKind.DELTA)
-            with self._frontend.admitted([call.request_id]):
+            with self._frontend.admitted([call]):
                 await context.send_initial_metadata((("x-request-id", call.request_id),))
                 responses = convert.GenerationResponses(call, self._frontend.model_name)
                 async with aclosing(self._frontend.outputs(call)) as outputs:
@@ -41,7 +41,7 @@ class InferenceServicer:
     async def Complete(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         async with self._call(request, context, "Complete"):
             call = self._generation_call(request, context, RequestOutputKind.FINAL_ONLY)
-            with self._frontend.admitted([call.request_id]):
+            with self._frontend.admitted([call]):
                 await context.send_initial_metadata((("x-request-id", call.request_id),))
                 output = await self._frontend.final_output(call)
                 responses = convert.GenerationResponses(call, self._frontend.model_name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
@@ -15,17 +15,18 @@ from pyengine.server.flags import ServerArgs
 from pyengine.server.lifecycle import NO_KEYS, InferenceServer
 from pyengine.server.proto import inference_pb2 as pb
 from pyengine.server.proto import inference_pb2_grpc as rpc
+from pyengine.tenants import Tenant
 
 
 class RunningServer:
     """A served engine. `run` runs a coroutine on the server's loop."""
 
-    def __init__(self, engine: Any, keys: ApiKeys = NO_KEYS, **args: Any) -> None:
+    def __init__(self, engine: Any, keys: ApiKeys = NO_KEYS, tenants: Sequence[Tenant] = (), **args: Any) -> None:
         self.engine = engine
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
-        self.server = self.run(self._start(ServerArgs(port=0, **args), keys))
+        self.server = self.run(self._start(ServerArgs(port=0, **args), keys, tenants))
         self.target = self.server.address
         self.channel = grpc.insecure_channel(self.target)
         self.stub = rpc.InferenceStub(self.channel)
@@ -35,8 +36,8 @@ class RunningServer:
         """Of the HTTP port."""
         return self.server.http_ports["http"].url
 
-    async def _start(self, args: ServerArgs, keys: ApiKeys) -> InferenceServer:
-        server = InferenceServer(args, lambda: self.engine, "1.2.3", keys)
+    async def _start(self, args: ServerArgs, keys: ApiKeys, tenants: Sequence[Tenant]) -> InferenceServer:
+        server = InferenceServer(args, lambda: self.engine, "1.2.3", keys, tenants)
         await server.bind()
         await server.load()
         return server

@@ -131,8 +131,8 @@ def test_fields_win_over_headers(server: RunningServer) -> None:
     request = pb.GenerateRequest(text="a", request_id="from-field", priority=2, cache_salt="salt")
     list(server.stub.Generate(request, metadata=headers, timeout=60))
     first, second = server.engine.requests
-    assert (first.request_id, first.priority, first.cache_salt, first.tenant) == ("from-header", -3, "pepper", "acme")
-    assert (second.request_id, second.priority, second.cache_salt, second.tenant) == ("from-field", 2, "salt", "acme")
+    assert (first.request_id, first.priority, first.cache_salt, first.tenant) == ("from-header", -3, "pepper", None)
+    assert (second.request_id, second.priority, second.cache_salt, second.tenant) == ("from-field", 2, "salt", None)
 
 
 def test_request_id_is_known_before_the_first_token(server: RunningServer) -> None:

@@ -140,7 +140,7 @@ class Answer(Response):
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
         formatter = self._formatter
         try:
-            with self._frontend.call(), self._frontend.admitted([call.request_id for call in formatter.calls]):
+            with self._frontend.call(), self._frontend.admitted(formatter.calls):
                 if self._stream:
                     await self._send_events(send)
                 else:

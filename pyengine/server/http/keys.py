@@ -6,7 +6,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pyengine.errors import UnauthenticatedError
-from pyengine.server.auth import ApiKeys
+from pyengine.server.auth import CALLER, ApiKeys
 from pyengine.server.http.errors import error_response
 
 #: Probes and Prometheus have no keys, and learn nothing about anybody's requests.
@@ -14,7 +14,7 @@ _OPEN = ("/health", "/ready", "/metrics")
 
 
 class ApiKeyMiddleware:
-    """Ends requests without an accepted key before their body is read."""
+    """Ends requests without an accepted key before their body is read; notes whose key the others have."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self._app = app
@@ -23,7 +23,7 @@ class ApiKeyMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in _OPEN:
             try:
-                self._keys.check(Headers(scope=scope).get("authorization"))
+                CALLER.set(self._keys.check(Headers(scope=scope).get("authorization")))
             except UnauthenticatedError as error:
                 await error_response(error, {})(scope, receive, send)
                 return

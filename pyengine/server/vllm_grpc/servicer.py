@@ -49,7 +49,7 @@ class VllmEngineServicer:
         async with self._call(request, context, "Generate"):
             self._last_receive = time.time()
             call = convert.generation_call(request, context.invocation_metadata() or ())
-            with self._frontend.admitted([call.request_id]):
+            with self._frontend.admitted([call]):
                 await context.send_initial_metadata((("x-request-id", call.request_id),))
                 responses = convert.GenerationResponses(call)
                 is_aborted = False
