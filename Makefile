@@ -38,7 +38,12 @@ $(VENV)/.dev: $(VENV)/.setup
 	$(PIP) install -q --no-build-isolation -e '.[gguf,server,bench,test,lint]'
 	touch $@
 
-dev: $(VENV)/.dev build ## setup, and what tests, lint and benchmarks need
+# The Node example's packages, where npm is there; its test is skipped without them.
+examples/node/node_modules/.package-lock.json: examples/node/package-lock.json
+	if command -v npm >/dev/null; then npm --prefix examples/node ci --no-audit --no-fund --ignore-scripts \
+	  || echo "the Node example's packages could not be installed; its test will be skipped" >&2; fi
+
+dev: $(VENV)/.dev build examples/node/node_modules/.package-lock.json ## setup, and what tests, lint and benchmarks need
 
 build: ## Build the extension in place, only what changed
 	$(PY) setup.py build_ext --inplace
