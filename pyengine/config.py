@@ -58,9 +58,7 @@ class EngineArgs:
     static_batching: bool = False  # run each batch, rows that ended included, to its end; only to compare with
     seed: int = 0  # of weights that are random and of nothing else: unseeded requests differ
     num_threads: int | None = None  # CPU kernel threads; the process's cores by default
-    enforce_eager: bool = (
-        False  # run each step op by op, recording none to replay it
-    )
+    enforce_eager: bool = False  # run each step op by op, recording none to replay it
     tensor_parallel_size: int = 1  # devices that share each layer's weights
     disable_log_stats: bool = False  # no periodic log line with throughput and KV usage
 
