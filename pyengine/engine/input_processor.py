@@ -11,6 +11,7 @@ from typing import Any
 
 from pyengine.config import EngineConfig
 from pyengine.engine.chat import render_chat
+from pyengine.engine.dead_ends import check_no_dead_end
 from pyengine.engine.stop_strings import StopAutomaton
 from pyengine.errors import InvalidRequestError
 from pyengine.inputs import ChatPrompt, Prompt, TextPrompt, TokensPrompt
@@ -112,7 +113,13 @@ class InputProcessor:
             params = params.replace(detokenize=False)
         text, token_ids = self.tokenize(prompt)
         stop_token_ids, bad_words_token_ids = self._stop_token_ids(params), self._bad_words(params.bad_words)
-        _check_some_token_is_left(params, stop_token_ids, bad_words_token_ids)
+        check_no_dead_end(
+            allowed_token_ids=params.allowed_token_ids,
+            bad_words_token_ids=bad_words_token_ids,
+            min_tokens=params.min_tokens,
+            stop_token_ids=stop_token_ids,
+            vocab_size=self._vocab_size,
+        )
         return ProcessedInput(
             request_id=request_id,
             prompt=text,
@@ -225,19 +232,6 @@ class InputProcessor:
         if wanted > self._pool_tokens:
             raise InvalidRequestError(field, f"{have}; the KV pool holds {self._pool_tokens} tokens")
         return min(self._max_model_len, self._pool_tokens) if max_tokens is None else wanted
-
-
-def _check_some_token_is_left(
-    params: SamplingParams, stop_token_ids: frozenset[int], bad_words_token_ids: Sequence[Sequence[int]]
-) -> None:
-    """Refuse parameters that rule out every token of the first step, where the sampler could only fail the request."""
-    if params.allowed_token_ids is None:
-        return
-    left = set(params.allowed_token_ids) - {word[0] for word in bad_words_token_ids if len(word) == 1}
-    if params.min_tokens > 0:
-        left -= stop_token_ids
-    if not left:
-        raise InvalidRequestError("allowed_token_ids", "bad_words and min_tokens leave none of them to sample")
 
 
 def _check_text(field: str, value: Any, *, empty: bool = False) -> str:
