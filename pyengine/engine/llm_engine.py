@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import asdict
 from typing import Any
 
 from pyengine.config import EngineArgs, EngineConfig
@@ -205,9 +204,7 @@ class LLMEngine:
 
         `kv_utilisation` is the mean over steps of used / allocated KV slots; `kv_utilisation_now` is the current step's.
         """
-        stats = asdict(self._scheduler.stats())
-        stats["kv_utilisation_now"] = stats["kv_utilisation"]
-        stats["kv_utilisation"] = stats.pop("mean_kv_utilisation")
+        stats = self._scheduler.stats().as_dict()
         stats["tenants"] = self._scheduler.tenant_stats()
         stats["num_requests"] = len(self._output_processor)
         stats["prompt_tokens"] = self.metrics.prompt_tokens

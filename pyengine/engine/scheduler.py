@@ -159,8 +159,8 @@ class Scheduler:
             num_cpu_blocks=manager.swap_space.num_blocks,
             num_free_cpu_blocks=manager.swap_space.num_free_blocks,
             num_blocks_allocated=manager.pool.num_allocations,
-            kv_utilisation=manager.kv_utilisation,
-            mean_kv_utilisation=self._utilisation_sum / stats.num_steps if stats.num_steps else 0.0,
+            kv_utilisation_now=manager.kv_utilisation,
+            kv_utilisation=self._utilisation_sum / stats.num_steps if stats.num_steps else 0.0,
         )
 
     def reset_stats(self) -> None:

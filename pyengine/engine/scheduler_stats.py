@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -16,8 +17,8 @@ class SchedulerStats:
     num_free_blocks: int = 0  # cached blocks that nobody holds count as free
     num_cpu_blocks: int = 0
     num_free_cpu_blocks: int = 0
-    kv_utilisation: float = 0.0  # used over allocated slots, a shared block counting once; 0 while nothing is allocated
-    mean_kv_utilisation: float = 0.0  # mean of the above over steps
+    kv_utilisation_now: float = 0.0  # used over allocated slots, a shared block counting once; 0 while nothing is allocated
+    kv_utilisation: float = 0.0  # mean of the above over steps
     num_steps: int = 0  # that computed anything
     num_cached_tokens: int = 0  # not computed because the prefix cache had them, after preemptions too
     prefix_cache_queries: int = 0  # tokens of requests that looked their prefix up when they first ran
@@ -28,3 +29,10 @@ class SchedulerStats:
     num_blocks_allocated: int = 0  # taken from the free list; shared blocks are not taken again
     num_blocks_swapped_out: int = 0  # copied
     num_blocks_swapped_in: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """By name. Made after every step, so without the copying of values that `dataclasses.asdict` does."""
+        return {name: getattr(self, name) for name in _NAMES}
+
+
+_NAMES = tuple(field.name for field in fields(SchedulerStats))

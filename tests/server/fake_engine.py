@@ -238,7 +238,7 @@ class FakeEngine:
     def stats(self) -> dict[str, Any]:
         scheduled = SchedulerStats(num_running=len(self.running), num_blocks=8, num_free_blocks=8 - len(self.running))
         counted = {name: getattr(self.metrics, name) for name in ("prompt_tokens", "generation_tokens", "request_success")}
-        return asdict(scheduled) | counted | {"kv_utilisation_now": 0.0, "num_requests": len(self.running), "tenants": {}}
+        return asdict(scheduled) | counted | {"num_requests": len(self.running), "tenants": {}}
 
     async def reset_metrics(self) -> None:
         self.metrics.reset()
