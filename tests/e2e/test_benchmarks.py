@@ -1,0 +1,72 @@
+"""The benchmarks run, and what they say of quality holds. Nothing here looks at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_benchmark(name: str, *arguments: object) -> str:
+    command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1300)
+def test_the_default_model_keeps_its_predictions(tmp_path: Path) -> None:
+    """On 2,048 tokens of real text: Q4_1 and Q8_0 weights, 8-bit activations and a bfloat16 cache against fp32."""
+    out = tmp_path / "quality.json"
+    run_benchmark("quality", "--tokens", 2048, "--variant", "default:", "--out", out)
+    figures = json.loads(out.read_text())["variants"]["default"]
+    assert figures["positions"] == 2046
+    assert figures["mean_kl"] < 0.01
+    assert abs(figures["perplexity_change"]) < 0.01
+    assert figures["same_top_1"] > 0.95
+
+
+def write_workloads(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    folder.mkdir()
+    workloads: dict[str, list[dict[str, Any]]] = {
+        "w1": [{"ids": list(range(10, 30)), "n": 6}, {"ids": list(range(40, 90)), "n": 9}],
+        "w3": [{"ids": list(range(10, 30)), "n": 5}],
+    }
+    for name, requests in workloads.items():
+        (folder / f"{name}.json").write_text(json.dumps(requests))
+    return workloads
+
+
+@pytest.mark.slow
+def test_peers_keeps_tokens_and_ratios(tmp_path: Path) -> None:
+    out = tmp_path / "peers"
+    workloads = write_workloads(out)
+    run_benchmark("peers", "--out", out, "--rounds", 2, "--workloads", "w3", "w1")
+    report = json.loads((out / "peers.json").read_text())
+    assert report["output_tokens"] == {"w3": 5, "w1": 15}
+    for name, requests in workloads.items():
+        row = report["table"][name]["pyengine"]["tokens_per_s"]
+        assert 0 < row["min"] <= row["median"] <= row["max"]
+        assert row["rounds"] == 2
+        first, second = (json.loads((out / "tokens" / f"pyengine-{i}" / f"{name}.json").read_text()) for i in range(2))
+        assert first == second
+        assert [len(ids) for ids in first] == [request["n"] for request in requests]
+    assert (out / "peers.png").stat().st_size > 1000
+
+
+def test_peers_names_what_it_cannot_use(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "peers.py"), "--out", str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    for arguments, message in ((["--peer", "ollama=python"], "NAME of openvino"), (["--peer", "vllm=python"], "needs --fp32")):
+        done = subprocess.run([*command, *arguments], capture_output=True, text=True, env=environment, timeout=120)
+        assert done.returncode == 2
+        assert message in done.stderr
