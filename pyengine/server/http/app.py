@@ -22,6 +22,7 @@ from pyengine.server.http.completions import completion
 from pyengine.server.http.encoding import json_bytes
 from pyengine.server.http.errors import error_object, error_response, in_request_terms
 from pyengine.server.http.keys import ApiKeyMiddleware
+from pyengine.server.http.page import page_routes
 from pyengine.server.http.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -45,7 +46,7 @@ def create_app(frontend: Frontend, *, max_body_bytes: int, keys: ApiKeys) -> Fas
         keys: that clients must have.
     """
     app = FastAPI(title="pyengine", version=frontend.version, docs_url=None, redoc_url=None)
-    app.router.routes.extend(status_routes(frontend))
+    app.router.routes.extend([*status_routes(frontend), *page_routes()])
     app.add_middleware(ApiKeyMiddleware, keys=keys)
     started = int(time.time())
 

@@ -8,9 +8,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pyengine.errors import UnauthenticatedError
 from pyengine.server.auth import CALLER, ApiKeys
 from pyengine.server.http.errors import error_response
+from pyengine.server.http.page import FILES as PAGE_FILES
 
-#: Probes and Prometheus have no keys, and learn nothing about anybody's requests.
-_OPEN = ("/health", "/ready", "/metrics")
+#: Probes and Prometheus have no keys, and learn nothing about anybody's requests. The page asks its user for one.
+_OPEN = ("/health", "/ready", "/metrics", *PAGE_FILES)
 
 
 class ApiKeyMiddleware:
