@@ -106,6 +106,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("get_num_threads", &cpu::get_num_threads, "Threads of the CPU kernels' pool, the caller's included.");
   m.def("set_num_threads", &cpu::set_num_threads, py::arg("num_threads"), py::call_guard<py::gil_scoped_release>(),
         "Resize the pool; waits for the running op. ValueError below 1.");
+  m.def("wait_for_late_workers", &cpu::wait_for_late_workers, py::call_guard<py::gil_scoped_release>(),
+        "Wait until no thread of the pool reads memory of a replayed step any more.");
+  m.def("num_taken_over", &cpu::num_taken_over, "Tiles of stalled threads that the caller has computed itself, ever.");
   cpu::define_step_plan(m);
 #if defined(PE_CUDA)
   m.attr("has_cuda") = true;

@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "../common/tensor_arg.h"
+#include "thread_pool.h"
 
 namespace pyengine::cpu {
 namespace {
@@ -138,6 +139,7 @@ void StepPlan::check(const StepInputs& inputs) const {
 void StepPlan::run(const StepInputs& inputs, std::vector<double>* seconds) const {
   check(inputs);
   if (seconds != nullptr) seconds->assign(ops_.size(), 0.0);
+  const TakeOverScope scope;  // all that the kernels read outlives the plan, whose owner waits for late workers
   for (size_t i = 0; i < ops_.size(); i++) {
     const double start = seconds != nullptr ? now_seconds() : 0.0;
     check_launch(ops_[i].name, ops_[i].run(inputs));

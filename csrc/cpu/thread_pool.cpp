@@ -1,50 +1,43 @@
-// Tiles are claimed one by one from a shared counter, so a thread that lost its core holds up no more than its own tile. Idle
-// workers spin for a moment, because the next op of a step comes within microseconds, and then sleep on a futex.
+// Tiles are claimed one by one from a shared counter, so a thread that lost its core holds up no more than its own tile; and
+// a restartable tile not even that, for the caller computes it itself.
+//
+// Each worker announces a tile in a word of its own, then claims it. Once the counter has passed the last tile, the words tell
+// the caller all that is left to wait for. A word is epoch << 32 | tile << 2 | state; changes of state that others rely on are
+// compare-and-swaps of the whole word.
 #include "thread_pool.h"
 
-#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
 
-#include <atomic>
 #include <climits>
-#include <cstdlib>
 #include <exception>
+#include <memory>
 #include <mutex>
-#include <new>
 #include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "tile_job.h"
+#include "waiting.h"
+
 namespace pyengine::cpu {
 namespace {
 
 constexpr int64_t kSpinNanoseconds = 50'000;
+constexpr int64_t kShortestPatience = 10'000;  // nanoseconds that a worker is late before its tile is taken over
+constexpr uint32_t kAbsentJobs = 8;            // after so many without it, a worker waits for a core
+constexpr int64_t kMaxTiles = INT64_C(1) << 30;
 
-void futex_wait(std::atomic<uint32_t>* word, uint32_t expected) {
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAIT_PRIVATE, expected, nullptr, nullptr, 0);
-}
-void futex_wake(std::atomic<uint32_t>* word, int count) {
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAKE_PRIVATE, count, nullptr, nullptr, 0);
-}
+enum State : uint64_t { kIdle = 0, kComputing = 1, kWriting = 2, kTaken = 3 };
 
-void pause_cpu() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  __asm__ volatile("yield");
-#endif
+uint64_t owner_word(uint32_t epoch, uint32_t tile, State state) {
+  return static_cast<uint64_t>(epoch) << 32 | static_cast<uint64_t>(tile) << 2 | state;
 }
-
-int64_t now_nanoseconds() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return t.tv_sec * INT64_C(1'000'000'000) + t.tv_nsec;
-}
+uint32_t epoch_of(uint64_t word) { return static_cast<uint32_t>(word >> 32); }
+uint32_t tile_of(uint64_t word) { return static_cast<uint32_t>(word) >> 2; }
+State state_of(uint64_t word) { return static_cast<State>(word & 3); }
+uint64_t with_state(uint64_t word, State state) { return (word & ~uint64_t{3}) | state; }
 
 int allowed_cpus() {
   cpu_set_t set;
@@ -52,33 +45,17 @@ int allowed_cpus() {
 }
 
 thread_local bool inside_tile = false;
+thread_local bool may_take_over = false;
+std::atomic<int64_t> taken_over{0};
 
-void run_inline(int64_t num_tiles, TileFn fn, void* context) {
-  for (int64_t i = 0; i < num_tiles; i++) fn(context, i, 0);
+void run_inline(int64_t num_tiles, const TileCall& call) {
+  TileGuard guard;
+  for (int64_t i = 0; i < num_tiles; i++) call(i, 0, guard);
 }
 
-// Waits until word differs from `value`: spins first, then sleeps; `sleepers` tells the other side that a wake is needed.
-class Waiter {
- public:
-  explicit Waiter(bool spin) : spin_(spin) {}
-
-  void wait_while_equal(std::atomic<uint32_t>* word, uint32_t value, std::atomic<int>* sleepers) const {
-    if (spin_) {
-      const int64_t deadline = now_nanoseconds() + kSpinNanoseconds;
-      do {
-        for (int i = 0; i < 16; i++) {
-          if (word->load(std::memory_order_acquire) != value) return;
-          pause_cpu();
-        }
-      } while (now_nanoseconds() < deadline);
-    }
-    sleepers->fetch_add(1);
-    while (word->load() == value) futex_wait(word, value);
-    sleepers->fetch_sub(1);
-  }
-
- private:
-  bool spin_;
+struct InsideTile {
+  InsideTile() { inside_tile = true; }
+  ~InsideTile() { inside_tile = false; }
 };
 
 class Pool {
@@ -94,50 +71,68 @@ class Pool {
     num_threads_.store(num_threads, std::memory_order_relaxed);
   }
 
-  void run(int64_t num_tiles, TileFn fn, void* context) {
-    if (num_tiles > INT32_MAX) throw std::invalid_argument("run_tiles: more than 2^31 - 1 tiles");
+  void run(int64_t num_tiles, const TileCall& call, size_t context_bytes) {
+    if (num_tiles >= kMaxTiles) throw std::invalid_argument("run_tiles: more than 2^30 tiles");
     const std::lock_guard<std::mutex> turn(turn_);
-    if (num_threads() == 1) return run_inline_marked(num_tiles, fn, context);
+    if (num_threads() == 1) {
+      const InsideTile mark;
+      return run_inline(num_tiles, call);
+    }
     start_workers();
     const uint32_t epoch = epoch_.load(std::memory_order_relaxed) + 1;
-    Job& job = jobs_[epoch & 1];
-    job.fn.store(fn, std::memory_order_release);
-    job.context.store(context, std::memory_order_release);
-    job.num_tiles.store(static_cast<uint32_t>(num_tiles), std::memory_order_release);
-    unfinished_.store(static_cast<uint32_t>(num_tiles), std::memory_order_relaxed);
+    jobs_[epoch & 1].set(call, context_bytes, static_cast<uint32_t>(num_tiles));
     next_.store(static_cast<uint64_t>(epoch) << 32, std::memory_order_release);
     epoch_.store(epoch);
     if (idle_sleepers_.load() > 0) futex_wake(&epoch_, static_cast<int>(num_tiles - 1));
-    work(epoch, 0);
-    const Waiter waiter(spin_);
-    for (uint32_t left; (left = unfinished_.load(std::memory_order_acquire)) != 0;) {
-      waiter.wait_while_equal(&unfinished_, left, &join_sleepers_);
+    const int64_t start = now_nanoseconds();
+    const int64_t own_tiles = run_own_tiles(call, static_cast<uint32_t>(num_tiles));
+    const int64_t tile_time = own_tiles > 0 ? (now_nanoseconds() - start) / own_tiles : kSpinNanoseconds;
+    const bool take_over = call.fn == nullptr && may_take_over;
+    for (int t = 1; t < num_threads(); t++) {
+      if (spin_) keep_apart(&owners_[t], epoch);
+      join(&owners_[t].word, epoch, call, take_over ? 2 * tile_time : -1);
     }
     rethrow_error();
   }
 
+  // Late workers are those whose tile was taken over.
+  void wait_for_late_workers() {
+    std::unique_lock<std::mutex> turn(turn_, std::defer_lock);
+    if (!inside_tile) turn.lock();  // in a tile, the caller has it
+    for (size_t t = 1; !workers_.empty() && t <= workers_.size(); t++) {
+      while (state_of(owners_[t].word.load(std::memory_order_acquire)) == kTaken) sched_yield();
+    }
+  }
+
  private:
-  // Atomics, because a late worker may look at a slot while a later job is being written there. The acquire of a newer value
-  // makes the newer `next_` visible too, so that its claim of a tile fails.
-  struct Job {
-    std::atomic<TileFn> fn{nullptr};
-    std::atomic<void*> context{nullptr};
-    std::atomic<uint32_t> num_tiles{0};
+  struct alignas(64) Owner {
+    std::atomic<uint64_t> word{0};
+    std::atomic<uint32_t> seen{0};  // the last epoch that the worker was there for
+    std::atomic<pid_t> thread_id{0};
+    int avoided_cpu = -1;
   };
 
-  void run_inline_marked(int64_t num_tiles, TileFn fn, void* context) {
-    struct Mark {
-      Mark() { inside_tile = true; }
-      ~Mark() { inside_tile = false; }
-    } mark;
-    run_inline(num_tiles, fn, context);
+  // A worker that waits for the caller's core would only take it from the caller: let it run anywhere else. When the caller
+  // moves there in turn, this moves the worker again.
+  void keep_apart(Owner* owner, uint32_t epoch) {
+    if (epoch - owner->seen.load(std::memory_order_relaxed) < kAbsentJobs) return;
+    const pid_t thread = owner->thread_id.load();  // 0: not started yet
+    const int cpu = sched_getcpu();
+    if (thread == 0 || cpu < 0 || cpu == owner->avoided_cpu || CPU_COUNT(&allowed_) < 2) return;
+    cpu_set_t others = allowed_;
+    CPU_CLR(cpu, &others);
+    sched_setaffinity(thread, sizeof others, &others);
+    owner->avoided_cpu = cpu;
   }
 
   void start_workers() {
     if (!workers_.empty()) return;
     spin_ = num_threads() <= allowed_cpus();
     stop_.store(false);
+    owners_.reset(new Owner[num_threads()]);
     const uint32_t epoch = epoch_.load();
+    if (sched_getaffinity(0, sizeof allowed_, &allowed_) != 0) CPU_ZERO(&allowed_);
+    for (int t = 1; t < num_threads(); t++) owners_[t].seen.store(epoch, std::memory_order_relaxed);
     for (int t = 1; t < num_threads(); t++) workers_.emplace_back([this, epoch, t] { worker_loop(epoch, t); });
   }
 
@@ -150,34 +145,107 @@ class Pool {
   }
 
   void worker_loop(uint32_t epoch, int thread) {
-    const Waiter waiter(spin_);
+    owners_[thread].thread_id.store(static_cast<pid_t>(syscall(SYS_gettid)));
+    const auto has_work = [&] { return epoch_.load(std::memory_order_acquire) != epoch; };
     for (;;) {
-      waiter.wait_while_equal(&epoch_, epoch, &idle_sleepers_);
+      if (!spin_ || !spin_until(kSpinNanoseconds, has_work)) {
+        idle_sleepers_.fetch_add(1);
+        while (epoch_.load() == epoch) futex_wait(&epoch_, epoch);
+        idle_sleepers_.fetch_sub(1);
+      }
       epoch = epoch_.load(std::memory_order_acquire);
       if (stop_.load()) return;
+      owners_[thread].seen.store(epoch, std::memory_order_relaxed);
+      const InsideTile mark;
       work(epoch, thread);
     }
   }
 
   void work(uint32_t epoch, int thread) {
-    inside_tile = true;
+    alignas(64) uint64_t context[kMaxContextBytes / 8];
+    std::atomic<uint64_t>& word = owners_[thread].word;
+    const Job& job = jobs_[epoch & 1];
     uint64_t claim = next_.load(std::memory_order_acquire);
-    while (static_cast<uint32_t>(claim >> 32) == epoch) {
-      const Job& job = jobs_[epoch & 1];
+    if (epoch_of(claim) != epoch) return;
+    const TileCall call = job.get(context);  // whole and this job's, if the first claim succeeds
+    while (epoch_of(claim) == epoch) {
       const uint32_t tile = static_cast<uint32_t>(claim);
-      const TileFn fn = job.fn.load(std::memory_order_acquire);
-      void* context = job.context.load(std::memory_order_acquire);
-      if (tile >= job.num_tiles.load(std::memory_order_acquire)) break;
-      if (!next_.compare_exchange_weak(claim, claim + 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
-      try {
-        fn(context, tile, thread);
-      } catch (...) {
-        keep_error();
+      if (tile >= job.num_tiles()) return;
+      const uint64_t computing = owner_word(epoch, tile, kComputing);
+      word.store(computing);
+      if (next_.compare_exchange_strong(claim, claim + 1)) {
+        TileGuard guard(&word, computing);
+        try {
+          call(tile, thread, guard);
+        } catch (...) {
+          if (guard.begin_write() || state_of(word.load()) == kWriting) keep_error();
+        }
+        claim = next_.load(std::memory_order_acquire);
       }
-      if (unfinished_.fetch_sub(1) == 1 && join_sleepers_.load() > 0) futex_wake(&unfinished_, 1);
-      claim = next_.load(std::memory_order_acquire);
+      word.store(kIdle);
+      if (join_sleepers_.load() > 0) {
+        progress_.fetch_add(1);
+        futex_wake(&progress_, 1);
+      }
     }
-    inside_tile = false;
+  }
+
+  int64_t run_own_tiles(const TileCall& call, uint32_t num_tiles) {
+    const InsideTile mark;
+    int64_t count = 0;
+    for (;;) {
+      uint64_t claim = next_.load(std::memory_order_acquire);
+      const uint32_t tile = static_cast<uint32_t>(claim);
+      if (tile >= num_tiles) return count;
+      if (!next_.compare_exchange_weak(claim, claim + 1, std::memory_order_acq_rel)) continue;
+      run_own_tile(call, tile);
+      count++;
+    }
+  }
+
+  void run_own_tile(const TileCall& call, uint32_t tile) {
+    TileGuard guard;
+    try {
+      call(tile, 0, guard);
+    } catch (...) {
+      keep_error();
+    }
+  }
+
+  // Waits until a worker is done with this job, or (patience >= 0, nanoseconds) finishes its tile for it.
+  void join(std::atomic<uint64_t>* word, uint32_t epoch, const TileCall& call, int64_t patience) {
+    const auto is_done = [&] {
+      const uint64_t w = word->load(std::memory_order_acquire);
+      return epoch_of(w) != epoch || state_of(w) == kIdle;
+    };
+    if (is_done()) return;
+    if (patience < 0) {
+      if (!spin_ || !spin_until(kSpinNanoseconds, is_done)) sleep_until(is_done);
+      return;
+    }
+    if (spin_until(patience > kShortestPatience ? patience : kShortestPatience, is_done)) return;
+    uint64_t w = word->load(std::memory_order_acquire);
+    while (epoch_of(w) == epoch && state_of(w) != kIdle) {
+      if (state_of(w) == kComputing && word->compare_exchange_weak(w, with_state(w, kTaken), std::memory_order_acq_rel)) {
+        const InsideTile mark;
+        run_own_tile(call, tile_of(w));
+        taken_over.fetch_add(1, std::memory_order_relaxed);
+        return;
+      }
+      sched_yield();  // it lost its core while it writes
+      w = word->load(std::memory_order_acquire);
+    }
+  }
+
+  template <class Done>
+  void sleep_until(const Done& done) {
+    join_sleepers_.fetch_add(1);
+    for (;;) {
+      const uint32_t progress = progress_.load();
+      if (done()) break;
+      futex_wait(&progress_, progress);
+    }
+    join_sleepers_.fetch_sub(1);
   }
 
   void keep_error() {
@@ -196,15 +264,17 @@ class Pool {
 
   std::mutex turn_;  // held by the caller whose tiles run
   std::vector<std::thread> workers_;
+  std::unique_ptr<Owner[]> owners_;  // by thread number; 0 is unused
   std::atomic<int> num_threads_;
   bool spin_ = true;
+  cpu_set_t allowed_;  // CPUs that the process may use
   std::atomic<bool> stop_{false};
-  Job jobs_[2];
+  Job jobs_[2];  // by the lowest bit of the epoch
   std::mutex error_mutex_;
   std::exception_ptr error_;
   alignas(64) std::atomic<uint64_t> next_{0};  // epoch << 32 | next tile: a late worker cannot claim a tile of another job
-  alignas(64) std::atomic<uint32_t> unfinished_{0};
   alignas(64) std::atomic<uint32_t> epoch_{0};
+  std::atomic<uint32_t> progress_{0};
   std::atomic<int> idle_sleepers_{0}, join_sleepers_{0};
 };
 
@@ -227,33 +297,39 @@ Pool& pool() {
   return *current_pool.load(std::memory_order_acquire);
 }
 
-class Scratch {
- public:
-  ~Scratch() { std::free(data_); }
-
-  void* reserve(size_t bytes) {
-    if (size_ < bytes) {
-      const size_t size = (bytes + 4095) / 4096 * 4096;
-      std::free(data_);
-      data_ = std::aligned_alloc(64, size);
-      size_ = data_ != nullptr ? size : 0;
-      if (data_ == nullptr) throw std::bad_alloc();
-    }
-    return data_;
-  }
-
- private:
-  void* data_ = nullptr;
-  size_t size_ = 0;
-};
-
 }  // namespace
+
+bool TileGuard::begin_write() {
+  if (owner_ == nullptr) return true;
+  uint64_t expected = computing_;
+  return owner_->compare_exchange_strong(expected, with_state(computing_, kWriting), std::memory_order_acq_rel);
+}
+
+void TileGuard::end_write() {
+  if (owner_ != nullptr) owner_->store(computing_, std::memory_order_release);
+}
+
+TakeOverScope::TakeOverScope() : before_(may_take_over) { may_take_over = true; }
+TakeOverScope::~TakeOverScope() { may_take_over = before_; }
 
 void run_tiles(int64_t num_tiles, TileFn fn, void* context) {
   if (num_tiles <= 0) return;
-  if (num_tiles == 1 || inside_tile) return run_inline(num_tiles, fn, context);
-  pool().run(num_tiles, fn, context);
+  const TileCall call = {fn, nullptr, context};
+  if (num_tiles == 1 || inside_tile) return run_inline(num_tiles, call);
+  pool().run(num_tiles, call, 0);
 }
+
+void run_restartable_tiles(int64_t num_tiles, RestartableTileFn fn, const void* context, size_t context_bytes) {
+  if (context_bytes > kMaxContextBytes) throw std::invalid_argument("run_restartable_tiles: the context is too large");
+  if (num_tiles <= 0) return;
+  const TileCall call = {nullptr, fn, const_cast<void*>(context)};
+  if (num_tiles == 1 || inside_tile) return run_inline(num_tiles, call);
+  pool().run(num_tiles, call, context_bytes);
+}
+
+void wait_for_late_workers() { pool().wait_for_late_workers(); }
+
+int64_t num_taken_over() { return taken_over.load(std::memory_order_relaxed); }
 
 void set_num_threads(int num_threads) {
   if (num_threads < 1 || num_threads > kMaxThreads) {
@@ -265,15 +341,5 @@ void set_num_threads(int num_threads) {
 }
 
 int get_num_threads() { return pool().num_threads(); }
-
-void* thread_scratch(size_t bytes) {
-  thread_local Scratch scratch;
-  return scratch.reserve(bytes);
-}
-
-void* shared_scratch(size_t bytes) {
-  thread_local Scratch scratch;
-  return scratch.reserve(bytes);
-}
 
 }  // namespace pyengine::cpu

@@ -1,5 +1,6 @@
 // The process's pool of worker threads for CPU kernels.
 #pragma once
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 
@@ -11,6 +12,48 @@ namespace pyengine::cpu {
 // stopped.
 using TileFn = void (*)(void* context, int64_t tile, int thread);
 void run_tiles(int64_t num_tiles, TileFn fn, void* context);
+
+// What a restartable tile asks before it writes results.
+class TileGuard {
+ public:
+  explicit TileGuard(std::atomic<uint64_t>* owner = nullptr, uint64_t computing = 0) : owner_(owner), computing_(computing) {}
+  // Whether the tile is still this thread's. If not, another thread computes it anew, and its results may be in use already:
+  // return without writing. If so, call end_write() after writing.
+  bool begin_write();
+  void end_write();
+
+ private:
+  std::atomic<uint64_t>* owner_;  // null: nobody can take the tile over
+  uint64_t computing_;
+};
+
+// As run_tiles, for tiles that the caller may take over from a worker that lost its core. The worker then computes on, for
+// nothing, after the call has returned: it may read what later calls have overwritten, and must make no more of it than a
+// wrong number. So a tile
+// - gets a copy of the context (trivially copyable, at most kMaxContextBytes) and follows no pointer into the caller's stack;
+// - reads arrays whose memory outlives the late worker, and takes no index or address from what a later call may overwrite;
+// - writes only between begin_write() and end_write(), other than to its own thread's memory, and gives the same result when
+//   run again after a part of its writes.
+// Tiles are taken over only while the calling thread has a TakeOverScope, whose owner vouches for the memory.
+constexpr size_t kMaxContextBytes = 512;
+using RestartableTileFn = void (*)(const void* context, int64_t tile, TileGuard& guard);
+void run_restartable_tiles(int64_t num_tiles, RestartableTileFn fn, const void* context, size_t context_bytes);
+
+class TakeOverScope {
+ public:
+  TakeOverScope();
+  ~TakeOverScope();
+  TakeOverScope(const TakeOverScope&) = delete;
+  TakeOverScope& operator=(const TakeOverScope&) = delete;
+
+ private:
+  bool before_;
+};
+
+// Returns when no worker is late any more: memory that a TakeOverScope vouched for may be freed.
+void wait_for_late_workers();
+// Tiles that were taken over since the process began.
+int64_t num_taken_over();
 
 // Threads that take part, the caller's included. Waits for the running call. Throws std::invalid_argument below 1 or above
 // kMaxThreads.

@@ -183,6 +183,10 @@ class ReplayedStepRunner:
             )
         self._arena = arena  # keeps the memory
 
+    def __del__(self) -> None:
+        # A thread that lost its core in the last step may still read weights and arena.
+        load_core().wait_for_late_workers()
+
     def _inputs(self, positions: Tensor, metadata: AttentionMetadata) -> Any:
         return self._step_inputs(
             metadata.num_tokens,

@@ -20,6 +20,7 @@ namespace {
 
 using namespace pyengine::cpu;
 using scalar::parallel_for;
+using scalar::parallel_for_restartable;
 
 #define CHECK(condition)                                                            \
   do {                                                                              \
@@ -117,6 +118,86 @@ void scratch_is_per_thread() {
   });
 }
 
+// A kernel whose workers lose their core now and then: out[4 tile .. 4 tile + 4) = round + in[tile]
+struct SlowTiles {
+  std::atomic<int64_t>* in;  // atomic, because a late worker may read it while the next round writes it
+  int64_t* out;
+  int64_t round;
+  std::thread::id caller;
+  bool stalls;
+
+  void operator()(int64_t tile, TileGuard& guard) const {
+    const int64_t value = round + in[tile].load(std::memory_order_relaxed);
+    if (stalls && std::this_thread::get_id() == caller) usleep(200);  // leaves tiles for the others
+    if (stalls && std::this_thread::get_id() != caller && (tile + round) % 5 == 0) usleep(5000);
+    for (int part = 0; part < 4; part++) {
+      if (!guard.begin_write()) return;
+      out[4 * tile + part] = value;
+      guard.end_write();
+    }
+  }
+};
+
+// The caller does not wait for stalled workers, and what they do late is lost, though the next round writes the same memory.
+void stalled_tiles_are_taken_over(int rounds, bool in_scope) {
+  constexpr int kTiles = 24;
+  std::vector<std::atomic<int64_t>> in(kTiles);
+  std::vector<int64_t> out(4 * kTiles);
+  const int64_t before = num_taken_over();
+  for (int64_t round = 0; round < rounds; round++) {
+    for (int tile = 0; tile < kTiles; tile++) in[tile].store(1000 * tile + 7 * round, std::memory_order_relaxed);
+    const SlowTiles tiles = {in.data(), out.data(), round, std::this_thread::get_id(), round % 2 == 0};
+    if (in_scope) {
+      const TakeOverScope scope;
+      parallel_for_restartable(kTiles, tiles);
+    } else {
+      parallel_for_restartable(kTiles, tiles);
+    }
+    for (int i = 0; i < 4 * kTiles; i++) CHECK(out[i] == 1000 * (i / 4) + 8 * round);
+  }
+  wait_for_late_workers();
+  CHECK(in_scope && get_num_threads() > 1 ? num_taken_over() > before : num_taken_over() == before);
+}
+
+// After wait_for_late_workers, no worker is in a tile any more.
+void late_workers_are_waited_for(int rounds) {
+  std::atomic<int> inside{0};
+  for (int round = 0; round < rounds; round++) {
+    {
+      const TakeOverScope scope;
+      std::atomic<int>* counter = &inside;
+      const std::thread::id caller = std::this_thread::get_id();
+      parallel_for_restartable(8, [counter, caller](int64_t, TileGuard& guard) {
+        (*counter)++;
+        if (std::this_thread::get_id() != caller) usleep(2000);
+        if (guard.begin_write()) guard.end_write();
+        (*counter)--;
+      });
+    }
+    wait_for_late_workers();
+    CHECK(inside == 0);
+  }
+}
+
+void errors_of_restartable_tiles_reach_the_caller() {
+  const TakeOverScope scope;
+  for (int round = 0; round < 20; round++) {
+    const bool while_writing = round % 2 == 0;
+    bool caught = false;
+    try {
+      parallel_for_restartable(20, [while_writing](int64_t tile, TileGuard& guard) {
+        if (while_writing && !guard.begin_write()) return;
+        if (tile == 7) throw std::runtime_error("tile 7");
+        if (while_writing) guard.end_write();
+      });
+    } catch (const std::runtime_error& error) {
+      caught = std::string(error.what()) == "tile 7";
+    }
+    CHECK(caught);
+  }
+  wait_for_late_workers();
+}
+
 void bad_sizes_are_refused() {
   for (const int n : {0, -1, kMaxThreads + 1}) {
     bool caught = false;
@@ -162,6 +243,10 @@ int main(int argc, char** argv) {
     nested_calls_run_inline();
     errors_reach_the_caller();
     scratch_is_per_thread();
+    stalled_tiles_are_taken_over(30, true);
+    stalled_tiles_are_taken_over(10, false);
+    late_workers_are_waited_for(5);
+    errors_of_restartable_tiles_reach_the_caller();
   }
   resizing_under_load(200);
   bad_sizes_are_refused();

@@ -13,7 +13,11 @@ from native import ROOT, compile_cpp, run_program
 
 from pyengine.ops import get_ops, load_core
 
-SOURCES = [ROOT / "tests" / "csrc" / "thread_pool_test.cpp", ROOT / "csrc" / "cpu" / "thread_pool.cpp"]
+SOURCES = [
+    ROOT / "tests" / "csrc" / "thread_pool_test.cpp",
+    ROOT / "csrc" / "cpu" / "thread_pool.cpp",
+    ROOT / "csrc" / "cpu" / "scratch.cpp",
+]
 
 
 def test_pool_under_stress(tmp_path: Path) -> None:
