@@ -35,7 +35,7 @@ $(VENV)/.setup: $(VENV)/.torch pyproject.toml setup.py CMakeLists.txt
 setup: $(VENV)/.setup build ## Create .venv; install torch, the project and the default model
 
 $(VENV)/.dev: $(VENV)/.setup
-	$(PIP) install -q --no-build-isolation -e '.[gguf,server,bench,test,lint]'
+	$(PIP) install -q --no-build-isolation -e '.[gguf,server,tracing,bench,test,lint]'
 	touch $@
 
 # The Node example's packages, where npm is there; its test is skipped without them.

@@ -9,12 +9,14 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from pyengine.config import EngineArgs
 from pyengine.errors import ConfigError, PyEngineError
 from pyengine.server.auth import KEY_VARIABLE, load_api_keys
 from pyengine.server.flags import LOG_LEVELS, in_flag_terms, parse_flags
+from pyengine.server.logs import announcement, configure_logging
 from pyengine.tenants import load_tenants
 
 if TYPE_CHECKING:
@@ -32,13 +34,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         engine_args, server_args = parse_flags(argv)
         tenants = load_tenants(engine_args.tenants)
         keys = load_api_keys(server_args.api_key_file, os.environ.get(KEY_VARIABLE), tenants, os.environ)
-        _configure_logging(server_args.log_level or os.environ.get("PYENGINE_LOG_LEVEL") or "info")
+        _configure_logging(server_args.log_level or os.environ.get("PYENGINE_LOG_LEVEL") or "info", server_args.log_format)
         # Only now that the flags are known to be right: torch and grpc take seconds to import.
         from pyengine.server.lifecycle import LOADER_THREAD, InferenceServer, run
 
         async def serve() -> int:
             server = InferenceServer(server_args, _engine_factory(engine_args), _version(), keys, tenants)
-            return await run(server, announce=_announce, stop_now=_stop_now)
+            return await run(server, announce=partial(_announce, form=server_args.log_format), stop_now=_stop_now)
 
         code = asyncio.run(serve())
     except PyEngineError as error:
@@ -67,17 +69,17 @@ def _version() -> str:
         return "not installed"  # run from a source tree
 
 
-def _announce(server: InferenceServer) -> None:
+def _announce(server: InferenceServer, form: str) -> None:
     # Not log lines: whoever asked for port 0 needs them at any log level.
-    print(f"serving on {server.address}", file=sys.stderr, flush=True)
+    print(announcement(f"serving on {server.address}", form), file=sys.stderr, flush=True)
     for name, http_port in server.http_ports.items():
-        print(f"serving {name} on {http_port.url}", file=sys.stderr, flush=True)
+        print(announcement(f"serving {name} on {http_port.url}", form), file=sys.stderr, flush=True)
 
 
-def _configure_logging(level: str) -> None:
+def _configure_logging(level: str, form: str) -> None:
     if level.lower() not in LOG_LEVELS:
         raise ConfigError("PYENGINE_LOG_LEVEL", f"must be one of {', '.join(LOG_LEVELS)}, got {level!r}")
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure_logging(level, form)
 
 
 def _stop_now(number: int) -> None:

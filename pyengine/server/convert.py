@@ -106,6 +106,7 @@ def generation_call(
         priority=headers.priority(_given(message, "priority"), sent),
         cache_salt=headers.cache_salt(_given(message, "cache_salt"), sent),
         tenant=headers.tenant(sent),
+        trace_context=headers.trace_context(sent),
         echo=message.echo,
     )
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import enum
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pyengine.errors import (
     DeadlineExceededError,
@@ -23,6 +23,8 @@ from pyengine.inputs import Prompt
 from pyengine.outputs import RequestOutput
 from pyengine.sampling_params import SamplingParams
 from pyengine.server.engine_client import EngineClient
+from pyengine.server.logs import REQUEST_ID
+from pyengine.server.request_record import RequestRecord
 from pyengine.server.tenancy import Tenancy
 from pyengine.tenants import Tenant
 
@@ -48,6 +50,7 @@ class GenerationCall:
     cache_salt: str | None
     tenant: str | None  # that the caller claims; `Tenancy.account` says whether it is believed
     echo: bool
+    trace_context: Mapping[str, str] | None = None  # traceparent and tracestate, where the request has them
 
 
 class Frontend:
@@ -57,9 +60,11 @@ class Frontend:
         version: of this program.
         max_concurrent_requests: more than that in flight are refused.
         request_timeout: seconds that a request may take; None: as long as its client waits.
+        max_output_tokens: that a choice may have; None: as many as the model and the request allow.
         trust_chat_template: whether clients may send chat templates.
         on_engine_dead: told by the first request that finds the engine dead.
         tenants: who shares the engine; none: every request is anybody's.
+        observers: told of each request once it is over.
     """
 
     def __init__(
@@ -68,10 +73,13 @@ class Frontend:
         version: str,
         max_concurrent_requests: int,
         request_timeout: float | None = None,
+        max_output_tokens: int | None = None,
         trust_chat_template: bool = False,
         on_engine_dead: Callable[[EngineDeadError], None] = lambda error: None,
         tenants: Sequence[Tenant] = (),
+        observers: Sequence[Callable[[RequestRecord], None]] = (),
     ) -> None:
+        self._observers = observers
         self.tenancy = Tenancy(tenants)
         self.state = State.LOADING
         self.is_stalled = False  # there is work, and no step has been made for long
@@ -79,6 +87,7 @@ class Frontend:
         self.max_concurrent_requests = max_concurrent_requests
         self.trust_chat_template = trust_chat_template
         self._request_timeout = request_timeout
+        self._max_output_tokens = max_output_tokens
         self._on_engine_dead = on_engine_dead
         self._serving_engine: EngineClient | None = None
         self._active: set[str] = set()
@@ -158,6 +167,7 @@ class Frontend:
             InvalidRequestError: a request of one of the ids is in flight, or they are said to be of an unknown tenant.
         """
         request_ids = [call.request_id for call in calls]
+        REQUEST_ID.set(", ".join(request_ids[:4]))
         if len(self._active) + len(request_ids) > self.max_concurrent_requests:
             taken = f"this server takes {self.max_concurrent_requests}"
             raise OverloadedError(f"{len(self._active)} requests are in flight, and {len(request_ids)} more came; {taken}")
@@ -178,11 +188,11 @@ class Frontend:
         """The engine's outputs for an admitted call. Closing the generator aborts the request.
 
         Raises:
-            PyEngineError: the request failed, was aborted, or took longer than the server allows.
+            PyEngineError: the request failed, was aborted, asked for or took more than the server allows.
         """
         last: RequestOutput | None = None
         failure: Exception | None = None
-        call = self.tenancy.account(call)
+        call = replace(self.tenancy.account(call), params=self._limited(call.params))
         stream = self.engine.generate(
             call.prompt,
             call.params,
@@ -191,15 +201,33 @@ class Frontend:
             cache_salt=call.cache_salt,
             tenant=call.tenant,
         )
-        async with aclosing(stream if self._request_timeout is None else _within(stream, self._request_timeout)) as outputs:
-            async for output in outputs:
-                failure = failure or _failure_of(output)
-                last = output
-                yield output
-        if failure is not None:
-            raise failure
-        if last is None or not last.finished:
-            raise RuntimeError("the engine's outputs ended before the request did")
+        record = RequestRecord(call)
+        try:
+            async with aclosing(stream if self._request_timeout is None else _within(stream, self._request_timeout)) as outputs:
+                async for output in outputs:
+                    failure = failure or _failure_of(output)
+                    last = output
+                    record.observe(output)
+                    yield output
+            if failure is not None:
+                raise failure
+            if last is None or not last.finished:
+                raise RuntimeError("the engine's outputs ended before the request did")
+        except BaseException as error:
+            record.error = error
+            raise
+        finally:
+            record.ended = time.monotonic()
+            for observe in self._observers:
+                observe(record)
+
+    def _limited(self, params: SamplingParams) -> SamplingParams:
+        limit = self._max_output_tokens
+        if limit is None or (params.max_tokens is not None and params.max_tokens <= limit):
+            return params
+        if params.max_tokens is not None:
+            raise InvalidRequestError("max_tokens", f"is {params.max_tokens}; this server generates at most {limit}")
+        return params.replace(max_tokens=limit)
 
     async def final_output(self, call: GenerationCall) -> RequestOutput:
         """The last output of an admitted call; raises as `outputs`."""

@@ -59,6 +59,11 @@ def cache_salt(field: str | None, headers: Mapping[str, str]) -> str | None:
     return field
 
 
+def trace_context(headers: Mapping[str, str]) -> Mapping[str, str]:
+    """The trace that the request is part of, as W3C's headers say."""
+    return {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
+
+
 def tenant(headers: Mapping[str, str]) -> str | None:
     """Whom the request claims to be accounted to; only a trusted key is believed."""
     return headers.get("x-tenant") or None

@@ -31,8 +31,10 @@ from pyengine.server.frontend import Frontend, State
 from pyengine.server.http.port import HttpPort
 from pyengine.server.http.status import status_app
 from pyengine.server.interceptor import ApiKeyInterceptor
+from pyengine.server.request_record import RequestLog, RequestRecord
 from pyengine.server.servicer import SERVICE_NAME, InferenceServicer, add_to_server
 from pyengine.server.tls import TlsFiles
+from pyengine.server.tracing import make_tracer
 from pyengine.tenants import Tenant
 
 logger = logging.getLogger(__name__)
@@ -57,7 +59,7 @@ class InferenceServer:
         tenants: who shares the engine.
 
     Raises:
-        ConfigError: the TLS files cannot be used.
+        ConfigError: the TLS files cannot be used, or spans not be sent.
     """
 
     def __init__(
@@ -79,9 +81,11 @@ class InferenceServer:
             version=version,
             max_concurrent_requests=args.max_concurrent_requests,
             request_timeout=args.request_timeout,
+            max_output_tokens=args.max_output_tokens,
             trust_chat_template=args.trust_request_chat_template,
             on_engine_dead=lambda error: self.failed.set(),
             tenants=tenants,
+            observers=self._observers(args, version),
         )
         self._keys = keys
         self._tls: TlsFiles | None = None
@@ -99,6 +103,13 @@ class InferenceServer:
         interceptors = [ApiKeyInterceptor(keys)] if keys.are_needed else []
         self._server = grpc.aio.server(options=_channel_options(args), interceptors=interceptors)
         self._watcher: asyncio.Task[None] | None = None
+
+    def _observers(self, args: ServerArgs, version: str) -> list[Callable[[RequestRecord], None]]:
+        self._tracer = make_tracer(args.otlp_endpoint, version)
+        observers: list[Callable[[RequestRecord], None]] = [] if self._tracer is None else [self._tracer]
+        if args.enable_log_requests:
+            observers.append(RequestLog(args.max_log_len))
+        return observers
 
     def _add_http_port(self, name: str, app: ASGIApp, port: int) -> None:
         tls = {} if self._tls is None else self._tls.uvicorn_options(ask_clients=name != "metrics")
@@ -189,6 +200,9 @@ class InferenceServer:
             self._watcher = None
         ports = [http_port.close() for http_port in self.http_ports.values()]
         await asyncio.gather(self._server.stop(STOP_GRACE_SECONDS), *ports)
+        tracer, self._tracer = self._tracer, None
+        if tracer is not None:
+            await asyncio.to_thread(tracer.shutdown)
         engine, self._engine = self._engine, None
         if engine is not None:
             stats = engine.stats()

@@ -490,7 +490,7 @@ def test_utilisation_of_many_lengths_is_what_the_lengths_allow() -> None:
     stats = harness.scheduler.stats()
     assert 0.9 < stats.kv_utilisation <= 1.0
     assert stats.num_steps == harness.num_steps - 1
-    assert (stats.num_running, stats.num_waiting, stats.num_swapped, stats.kv_utilisation) == (0, 0, 0, 0.0)
+    assert (stats.num_running, stats.num_waiting, stats.num_swapped, stats.kv_utilisation_now) == (0, 0, 0, 0.0)
 
 
 def test_counters_start_again_and_gauges_stay() -> None:

@@ -44,6 +44,7 @@ def chat_completion(body: ChatCompletionRequest, sent: Mapping[str, str], fronte
         priority=headers.priority(body.priority, sent),
         cache_salt=headers.cache_salt(body.cache_salt, sent),
         tenant=headers.tenant(sent),
+        trace_context=headers.trace_context(sent),
         echo=False,
     )
     return ChatFormatter(body, call, frontend.model_name, names)

@@ -42,6 +42,7 @@ def completion(body: CompletionRequest, sent: Mapping[str, str], frontend: Front
             priority=headers.priority(body.priority, sent),
             cache_salt=headers.cache_salt(body.cache_salt, sent),
             tenant=headers.tenant(sent),
+            trace_context=headers.trace_context(sent),
             echo=bool(body.echo),
         )
         for i, prompt in enumerate(prompts)

@@ -49,6 +49,7 @@ def generation_call(message: pb.GenerateRequest, metadata: Iterable[tuple[str, s
         priority=headers.priority(None, sent),
         cache_salt=headers.cache_salt(None, sent),
         tenant=headers.tenant(sent),
+        trace_context=headers.trace_context(sent),
         echo=False,
     )
 
