@@ -97,6 +97,11 @@ class Recorder(TorchDispatchMode):
         self._plan = plan
         self._arena = arena
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing here is ever compiled; to see to that, torch would import its compiler: 800 modules, 60 MB, a second or more.
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "pyengine":
