@@ -9,10 +9,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import signal
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+if __name__ == "__main__":  # Ctrl-C while libraries are imported ends the program at once, without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import grpc
 
@@ -22,6 +27,7 @@ from pyengine.server.proto import inference_pb2_grpc as rpc
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 DEFAULT_MAX_TOKENS = 256
+_TARGET = re.compile(r"(?:\[[0-9a-fA-F:.%]+\]|[^\s:/\[\]]+):(\d{1,5})", re.ASCII)
 
 #: Flag of the same name -> type and help; each is a field of SamplingParams in protos/pyengine/v1/inference.proto.
 _SAMPLING_FLAGS: dict[str, tuple[type, str]] = {
@@ -44,8 +50,14 @@ _SAMPLING_SWITCHES: dict[str, str] = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line; the usage of this many flags would bury it."""
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m pyengine.client", description="Streams a completion from a pyengine server.", allow_abbrev=False
     )
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the prompt; standard input if absent or -")
@@ -158,23 +170,56 @@ def connect(flags: argparse.Namespace) -> grpc.Channel:
 
 
 def _explain(error: grpc.RpcError, target: str) -> str:
-    code, details = error.code(), error.details()
+    code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.UNAVAILABLE and "failed to connect" in details:
         return f"no server answers at {target}; start one with: python -m pyengine.server"
+    if code is grpc.StatusCode.UNAVAILABLE and ("errors resolving" in details or "resolution failed" in details):
+        return f"no host of the name in {target} is known"
     return f"{code.name}: {details}"
+
+
+def _check(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
+    """Ends the program if flags are wrong by themselves or do not go together."""
+    port = _TARGET.fullmatch(flags.target)
+    if port is None or not 0 < int(port.group(1)) < 2**16:
+        parser.error(f"--target must be HOST:PORT with a port from 1 to 65535, got {flags.target!r}")
+    if (flags.tls_cert is None) != (flags.tls_key is None) or (flags.tls_cert is not None and flags.tls_ca is None):
+        parser.error("--tls-cert and --tls-key go together, with --tls-ca")
+    if flags.system is not None and not flags.chat:
+        parser.error("--system needs --chat")
+    if flags.logprobs is not None and not flags.json:
+        parser.error("--logprobs needs --json, which alone shows them")
+    if flags.max_tokens is not None and flags.max_tokens != -1 and flags.max_tokens < 1:
+        parser.error(f"--max-tokens must be 1 or more, or -1 for up to the model's limit; got {flags.max_tokens}")
+    if flags.prompt is None and sys.stdin.isatty():
+        parser.error("a PROMPT is needed, as an argument or on standard input")
+
+
+def _read_prompt(given: str | None) -> str:
+    """The prompt, from standard input if it is not given.
+
+    Raises:
+        UnicodeError: it is not UTF-8.
+    """
+    prompt = sys.stdin.read() if given in (None, "-") else given
+    assert prompt is not None
+    prompt.encode()  # the bytes of an argument that are not UTF-8 are lone surrogates by now
+    return prompt
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, or 1 with one line on stderr if the call failed, or 130 after Ctrl-C."""
     parser = make_parser()
     flags = parser.parse_args(argv)
-    if (flags.tls_cert is None) != (flags.tls_key is None) or (flags.tls_cert is not None and flags.tls_ca is None):
-        parser.error("--tls-cert and --tls-key go together, with --tls-ca")
-    if flags.system is not None and not flags.chat:
-        parser.error("--system needs --chat")
-    if flags.prompt is None and sys.stdin.isatty():
-        parser.error("a PROMPT is needed, as an argument or on standard input")
-    prompt = sys.stdin.read() if flags.prompt in (None, "-") else flags.prompt
+    try:
+        _check(parser, flags)
+        prompt = _read_prompt(flags.prompt)
+    except UnicodeError:
+        print("error: the prompt is not UTF-8", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
     try:
         request = make_request(flags, prompt)
     except (ValueError, TypeError) as error:  # a number beyond its protobuf type
@@ -206,4 +251,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

@@ -28,10 +28,12 @@ _RESERVED = frozenset(
 )
 
 
-def _content(where: str, content: Any) -> Any:
-    """A message's content as templates expect it: text, or nothing where a message has none."""
-    if content is None or isinstance(content, str):
+def _content(where: str, content: Any) -> str:
+    """A message's content as templates expect it: text."""
+    if isinstance(content, str):
         return content
+    if content is None:
+        raise InvalidRequestError("messages", f"{where}: content must not be null")
     if not isinstance(content, Sequence):
         raise InvalidRequestError("messages", f"{where}: content must be text or a list of parts")
     texts: list[str] = []
@@ -61,7 +63,8 @@ def _checked_messages(messages: Any) -> list[dict[str, Any]]:
         if "content" not in message and "tool_calls" not in message:
             raise InvalidRequestError("messages", f"{where}: must have a content")
         copy = dict(message)
-        if "content" in copy:
+        # Where an assistant called tools, that is its message, and templates know a null content.
+        if "content" in copy and not (copy["content"] is None and copy.get("tool_calls")):
             copy["content"] = _content(where, copy["content"])
         checked.append(copy)
     return checked

@@ -28,7 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal.
 
     Returns:
-        The exit code: 0 after a signal; 1, and one line on stderr, if the server cannot start; 1 if its engine fails.
+        The exit code: 0 after a signal; 1, and one line on stderr, if the server cannot start; 1 if its engine fails; 130 if
+        it is interrupted before it listens.
     """
     try:
         engine_args, server_args = parse_flags(argv)
@@ -43,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return await run(server, announce=partial(_announce, form=server_args.log_format), stop_now=_stop_now)
 
         code = asyncio.run(serve())
+    except KeyboardInterrupt:  # while libraries were imported; from then on the server has its own handlers
+        return 130
     except PyEngineError as error:
         shown = in_flag_terms(error) if isinstance(error, ConfigError) else error
         print(f"error: {shown}", file=sys.stderr)

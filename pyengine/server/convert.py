@@ -202,6 +202,8 @@ def _sampling_params(message: pb.SamplingParams, kind: RequestOutputKind) -> Sam
         if name in _UNSUPPORTED_SAMPLING:
             raise UnsupportedError(name)
         if name == "max_tokens":
+            if value != -1 and value < 1:
+                raise InvalidRequestError(name, f"must be 1 or more, or -1 for up to the model's limit; got {value}")
             values[name] = None if value == -1 else value
         elif name == "logit_bias":
             values[name] = dict(value)

@@ -175,6 +175,7 @@ def test_chat(chat_tokenizer: Any) -> None:
         ([{"role": "", "content": "a"}], {}, "messages"),
         ([{"role": "user"}], {}, "messages"),
         ([{"role": "user", "content": 5}], {}, "messages"),
+        ([{"role": "user", "content": None}], {}, "messages"),
         ([{"role": "user", "content": ["a"]}], {}, "messages"),
         ([{"role": "user", "content": [{"type": "text"}]}], {}, "messages"),
         ([{"role": "bad", "content": "a"}], {}, "messages"),
@@ -188,6 +189,11 @@ def test_chat(chat_tokenizer: Any) -> None:
 def test_malformed_chats_name_the_field(chat_tokenizer: Any, messages: Any, options: dict[str, Any], field: str) -> None:
     """Rule 11."""
     refuse(ChatPrompt(messages, **options), field, processor(chat_tokenizer))
+
+
+def test_a_null_content_is_refused_in_plain_words(chat_tokenizer: Any) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "user", "content": None}]
+    assert refuse(ChatPrompt(messages), "messages", processor(chat_tokenizer)).endswith("message 1: content must not be null")
 
 
 def test_a_template_says_why_it_refuses(chat_tokenizer: Any) -> None:

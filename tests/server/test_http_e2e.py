@@ -6,6 +6,7 @@ import json
 import random
 import socket
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,14 @@ def test_stops_and_echoed_logprobs(client: openai.OpenAI) -> None:
         assert values[0] is None
         assert len(values) > 24
         assert all(value <= 0 for value in values[1:])
+        # A generated special token has a name here and no text there, so the offsets are compared for the prompt only.
+        num_prompt = len(values) - 24
+        tokens = [token for choice in choices for token in choice.logprobs.tokens][:num_prompt]
+        offsets = [offset for choice in choices for offset in choice.logprobs.text_offset][: num_prompt + 1]
+        assert tokens[0], "the first token has a text, though no log-probability"
+        head = 0 if PROMPT.startswith(tokens[0]) else 1  # a token before the prompt is not in the text
+        assert [PROMPT[a:b] for a, b in pairwise(offsets)][head:] == tokens[head:]
+        assert offsets[-1] == len(PROMPT)
     scored: Any = client.completions.create(prompt=PROMPT, echo=True, logprobs=2, **(GREEDY | {"max_tokens": 0}))
     assert scored.choices[0].text == PROMPT
     assert scored.choices[0].logprobs.token_logprobs == values[: len(values) - 24]

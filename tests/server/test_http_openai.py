@@ -7,10 +7,11 @@ from typing import Any
 
 import openai
 import pytest
-from fake_engine import VOCAB_SIZE
+from fake_engine import VOCAB_SIZE, FakeEngine, FakeRequest, output
 from running_server import RunningServer
 
 from pyengine.inputs import ChatPrompt, TextPrompt, TokensPrompt
+from pyengine.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from pyengine.sampling_params import RequestOutputKind, SamplingParams
 
 MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
@@ -114,6 +115,31 @@ def test_completion_logprobs_and_echo(client: openai.OpenAI) -> None:
     assert choice.logprobs.text_offset == [0, 4]
     choice = client.completions.create(model="fake", prompt=[5, 6], max_tokens=0, echo=True).choices[0]
     assert (choice.text, choice.finish_reason) == ("t5 t6 ", "length")
+
+
+def _scores_its_prompt(request: FakeRequest) -> Iterator[RequestOutput | Exception]:
+    """As an engine whose tokenizer puts token 0 before a text; its tokens' texts are those of their characters."""
+    prompt: list[PositionLogprobs | None] = [None]
+    prompt += [{token_id: Logprob(-1.0, 1, chr(token_id))} for token_id in request.prompt_token_ids[1:]]
+    positions: list[PositionLogprobs] = [{10: Logprob(-0.5, 1, "t10 ")}]
+    choice = CompletionOutput(0, "t10 ", [10], -0.5, positions, "length")
+    yield output(request, [choice], finished=True, prompt_logprobs=prompt)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echoed_logprobs_begin_with_the_first_tokens_text(start_server: Any, stream: bool) -> None:
+    server = start_server(FakeEngine(_scores_its_prompt), http_port=0)
+    with client_of(server) as client:
+        for prompt, tokens, offsets in (
+            ("ab", ["t0 ", "a", "b", "t10 "], [0, 0, 1, 2]),  # the text has no token 0
+            ([120, 98], ["t120 ", "b", "t10 "], [0, 5, 6]),  # ids are echoed as they are, so that it begins the text
+        ):
+            answer: Any = client.completions.create(model="fake", prompt=prompt, logprobs=0, echo=True, stream=stream)
+            (choice,) = (choice for part in (answer if stream else [answer]) for choice in part.choices)
+            assert choice.logprobs.tokens == tokens
+            assert choice.logprobs.text_offset == offsets
+            assert choice.logprobs.token_logprobs == [None, *[-1.0] * (len(tokens) - 2), -0.5]
+            assert choice.logprobs.top_logprobs[0] is None
 
 
 def test_completion_stream(client: openai.OpenAI) -> None:

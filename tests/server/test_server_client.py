@@ -6,10 +6,12 @@ import io
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from fake_engine import FakeRequest, output
@@ -146,12 +148,60 @@ def test_timeout(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> N
     assert captured.err.startswith("error: DEADLINE_EXCEEDED: ")
 
 
-@pytest.mark.parametrize("arguments", [["--seed", str(2**63), "a"], ["--system", "x", "a"], ["--top-k", "x", "a"]])
-def test_wrong_flags(server: RunningServer, capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--seed", str(2**63), "a"], "9223372036854775808"),
+        (["--system", "x", "a"], "--system"),
+        (["--top-k", "x", "a"], "--top-k"),
+        (["--logprobs", "1", "a"], "--logprobs"),
+        (["--max-tokens", "-2", "a"], "--max-tokens must be 1 or more, or -1"),
+        (["--max-tokens", "0", "a"], "--max-tokens must be 1 or more, or -1"),
+        *((["--target", target, "a"], "--target") for target in ("foo", "host:0", "host:99999", "http://host:1", "a b:1", "")),
+    ],
+)
+def test_wrong_flags_are_one_line(
+    server: RunningServer, capsys: pytest.CaptureFixture[str], arguments: list[str], named: str
+) -> None:
     with pytest.raises(SystemExit) as error:
         run(server, *arguments)
     assert error.value.code == 2
-    assert "Traceback" not in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert named in shown
+    assert shown.count("\n") == 1
+    assert not server.engine.requests
+
+
+def test_an_unknown_host_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert client.main(["--target", "nowhere.invalid:50051", "a"]) == 1
+    assert capsys.readouterr().err == "error: no host of the name in nowhere.invalid:50051 is known\n"
+
+
+def test_a_prompt_that_is_not_utf8_is_one_line(
+    server: RunningServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = b"caf\xe9"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(broken), encoding="utf-8"))
+    for prompt in ("-", os.fsdecode(broken)):
+        assert run(server, prompt) == 1
+        assert capsys.readouterr().err == "error: the prompt is not UTF-8\n"
+    assert not server.engine.requests
+
+
+@pytest.mark.parametrize(("module", "code"), [("pyengine.client", -signal.SIGINT), ("pyengine.server", 130)])
+def test_ctrl_c_while_libraries_load_shows_no_traceback(tmp_path: Path, module: str, code: int) -> None:
+    slow = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
+    (tmp_path / "grpc.py").write_text(slow)
+    done = subprocess.run(
+        [sys.executable, "-m", module, "a"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        env=dict(os.environ, PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)])),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
 
 
 def test_as_a_program_without_torch(server: RunningServer) -> None:

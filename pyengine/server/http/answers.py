@@ -48,6 +48,7 @@ class Formatter(ABC):
         self._include_usage = include_usage
         self._completion_tokens = 0
         self._seen: dict[int, RequestOutput] = {}  # by prompt: its first output
+        self.first_tokens: dict[int, str] = {}  # by prompt: its first token's text, where the answer needs it
 
     # To be said by each API
 
@@ -164,8 +165,7 @@ class Answer(Response):
             async for i, output in outputs:
                 last[i] = output
         for i, output in last.items():
-            if self._formatter.wants_prompt_text(self._formatter.calls[i]):
-                await self._frontend.fill_prompt_text(output)
+            await self._add_prompt(i, output)
         return [last[i] for i in range(len(self._formatter.calls))]
 
     async def _send_events(self, send: Send) -> None:
@@ -173,14 +173,22 @@ class Answer(Response):
         started: set[int] = set()
         async with aclosing(_merged([self._frontend.outputs(call) for call in formatter.calls])) as outputs:
             async for i, output in outputs:
-                if i not in started and formatter.wants_prompt_text(formatter.calls[i]):
-                    await self._frontend.fill_prompt_text(output)
+                if i not in started:
+                    await self._add_prompt(i, output)
                 started.add(i)
                 events = b"".join(map(sse, formatter.chunks(i, output)))
                 if events:
                     await self._begin(send)
                     await send({"type": "http.response.body", "body": events, "more_body": True})
         await self._begin(send)
+
+    async def _add_prompt(self, i: int, output: RequestOutput) -> None:
+        """The prompt's text and, beside its log-probabilities, that of its first token, for which there is none."""
+        if not self._formatter.wants_prompt_text(self._formatter.calls[i]):
+            return
+        await self._frontend.fill_prompt_text(output)
+        if output.prompt_logprobs is not None and self._frontend.engine.has_tokenizer:
+            self._formatter.first_tokens[i] = await self._frontend.engine.detokenize(output.prompt_token_ids[:1])
 
     async def _begin(self, send: Send) -> None:
         """Say 200, as late as possible: what is wrong with the request has shown by the first output."""

@@ -121,7 +121,8 @@ class CompletionFormatter(Formatter):
         if self._body.logprobs is not None:
             before = self._prompt(index) if with_prompt else None
             if before is not None and before.prompt_logprobs is not None:
-                head = logprobs.take(before.prompt_token_ids, before.prompt_logprobs)
+                first = self.first_tokens.get(index // self.calls[0].params.n, "")
+                head = logprobs.take(before.prompt_token_ids, before.prompt_logprobs, head=first, text=before.prompt or "")
                 piece["logprobs"] = joined(head, logprobs.take(ids, positions or []))
             else:
                 piece["logprobs"] = logprobs.take(ids, positions or [])

@@ -40,19 +40,29 @@ class CompletionLogprobs:
     def __init__(self) -> None:
         self._offset = 0
 
-    def take(self, token_ids: Sequence[int], positions: Sequence[PositionLogprobs | None]) -> dict[str, Any]:
-        """The next positions. Each one's `top_logprobs` has its own token beside the most likely ones."""
+    def take(
+        self, token_ids: Sequence[int], positions: Sequence[PositionLogprobs | None], *, head: str = "", text: str = ""
+    ) -> dict[str, Any]:
+        """The next positions. Each one's `top_logprobs` has its own token beside the most likely ones.
+
+        Args:
+            token_ids: of the positions.
+            positions: None for a prompt's first token, which nothing predicts.
+            head: that token's text.
+            text: of the prompt. It may lack the head, where that is a token which the tokenizer put before the prompt.
+        """
         tokens: list[str] = []
         values: list[float | None] = []
         tops: list[dict[str, float] | None] = []
         offsets: list[int] = []
         for token_id, position in zip(token_ids, positions, strict=True):
             own = None if position is None else position[token_id]
-            tokens.append("" if own is None else own.decoded_token or "")
+            tokens.append(head if own is None else own.decoded_token or "")
             values.append(None if own is None else _value(own))
             tops.append(None if position is None else self._top(position))
             offsets.append(self._offset)
-            self._offset += len(tokens[-1])
+            if own is not None or text.startswith(head):
+                self._offset += len(tokens[-1])
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
     @staticmethod
