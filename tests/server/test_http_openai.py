@@ -189,6 +189,25 @@ def test_chat_stream_with_usage(client: openai.OpenAI) -> None:
     assert (last.usage.prompt_tokens, last.usage.completion_tokens, last.usage.total_tokens) == (11, 6, 17)
 
 
+def test_usage_so_far_in_every_chunk(client: openai.OpenAI) -> None:
+    """As vLLM's clients and benchmarks ask for it."""
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(client.completions.create(model="fake", prompt="ab", max_tokens=3, stream=True, stream_options=options))
+    assert [(chunk.usage.prompt_tokens, chunk.usage.completion_tokens) for chunk in chunks if chunk.usage] == [
+        (3, 1),
+        (3, 2),
+        (3, 3),
+        (3, 3),
+    ]
+    with pytest.raises(openai.BadRequestError, match="needs include_usage"):
+        client.completions.create(
+            model="fake",
+            prompt="a",
+            stream=True,
+            stream_options={"continuous_usage_stats": True},  # type: ignore[call-overload]
+        )
+
+
 def test_chat_template_options(client: openai.OpenAI, shared_http_server: RunningServer) -> None:
     options = {"continue_final_message": True, "chat_template_kwargs": {"enable_thinking": False}}
     client.chat.completions.create(model="fake", messages=MESSAGES, extra_body=options)

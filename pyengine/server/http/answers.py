@@ -16,6 +16,7 @@ from pyengine.outputs import CompletionOutput, RequestOutput
 from pyengine.server.frontend import Frontend, GenerationCall
 from pyengine.server.http.encoding import json_bytes
 from pyengine.server.http.errors import describe, error_response
+from pyengine.server.http.schemas import GenerationRequest
 
 SSE_DONE = b"data: [DONE]\n\n"
 
@@ -32,7 +33,7 @@ class Formatter(ABC):
         calls: one a prompt; the choices of prompt i have indices i * n and on.
         model: the served model's name.
         request_id: the body's.
-        include_usage: whether a stream ends with a chunk about usage.
+        body: what the stream is to say of usage.
     """
 
     #: the engine's names of what the body calls otherwise
@@ -41,11 +42,12 @@ class Formatter(ABC):
     object_name: str
     chunk_name: str
 
-    def __init__(self, calls: Sequence[GenerationCall], model: str, request_id: str, include_usage: bool) -> None:
+    def __init__(self, calls: Sequence[GenerationCall], model: str, request_id: str, body: GenerationRequest) -> None:
         self.calls = calls
         self.request_id = request_id
         self._base = {"id": f"{self.id_prefix}-{request_id}", "created": int(time.time()), "model": model}
-        self._include_usage = include_usage
+        self._include_usage = body.includes_usage
+        self._usage_so_far = body.includes_usage_so_far
         self._completion_tokens = 0
         self._seen: dict[int, RequestOutput] = {}  # by prompt: its first output
         self.first_tokens: dict[int, str] = {}  # by prompt: its first token's text, where the answer needs it
@@ -92,7 +94,7 @@ class Formatter(ABC):
             yield {**self._chunk([]), "usage": self.usage()}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        usage = {"usage": None} if self._include_usage else {}
+        usage = {"usage": self.usage() if self._usage_so_far else None} if self._include_usage else {}
         return {**self._base, "object": self.chunk_name, "choices": choices, **usage}
 
     def _index(self, i: int, choice: CompletionOutput) -> int:

@@ -84,7 +84,7 @@ class ChatFormatter(Formatter):
     chunk_name = "chat.completion.chunk"
 
     def __init__(self, body: ChatCompletionRequest, call: GenerationCall, model: str, names: Mapping[str, str]) -> None:
-        super().__init__([call], model, call.request_id, body.includes_usage)
+        super().__init__([call], model, call.request_id, body)
         self.names = names
         self._body = body
         self._begun: set[int] = set()  # choices that have sent their role

@@ -84,7 +84,7 @@ class CompletionFormatter(Formatter):
     object_name = chunk_name = "text_completion"
 
     def __init__(self, body: CompletionRequest, calls: Sequence[GenerationCall], model: str, request_id: str) -> None:
-        super().__init__(calls, model, request_id, body.includes_usage)
+        super().__init__(calls, model, request_id, body)
         self._body = body
         self._is_prompt_only = _is_prompt_only(body)
         self._logprobs: dict[int, CompletionLogprobs] = {}  # by choice; one that is in here has been begun

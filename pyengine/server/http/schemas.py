@@ -94,8 +94,8 @@ class GenerationRequest(StrictModel):
             value = (self.stream_options or {}).get(name)
             if value is not None and not isinstance(value, bool):
                 raise InvalidRequestError("stream_options", f"{name} must be true or false")
-        if (self.stream_options or {}).get("continuous_usage_stats"):
-            raise UnsupportedError("stream_options", "continuous_usage_stats is not supported; include_usage is")
+        if self.includes_usage_so_far and not self.includes_usage:
+            raise InvalidRequestError("stream_options", "continuous_usage_stats needs include_usage")
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequestError("prompt_logprobs", "cannot be streamed")
 
@@ -103,6 +103,11 @@ class GenerationRequest(StrictModel):
     def includes_usage(self) -> bool:
         """Whether a stream ends with a chunk about usage."""
         return bool((self.stream_options or {}).get("include_usage"))
+
+    @property
+    def includes_usage_so_far(self) -> bool:
+        """Whether every chunk of a stream says what has been used by then."""
+        return bool((self.stream_options or {}).get("continuous_usage_stats"))
 
     def sampling_params(self, **values: Any) -> SamplingParams:
         """The engine's parameters.
