@@ -228,12 +228,16 @@ class ReplayedStepRunner:
         return self._arena.num_bytes
 
     def op_times(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> list[tuple[str, float]]:
-        """Run a step and its logits; return (op, seconds) of each op in order, the embedding aside."""
+        """Run a step and the logits of as many rows as it has sequences; return (op, seconds) of each op in order.
+
+        The embedding is not among them.
+        """
         num_tokens = metadata.num_tokens
         self._forward.input[:num_tokens].copy_(self._model.embed_input_ids(input_ids))
         times: list[tuple[str, float]] = self._forward.plan.timed_run(self._inputs(positions, metadata))
-        self._logits.input[:num_tokens].copy_(self._forward.output[:num_tokens])
-        times += self._logits.plan.timed_run(self._step_inputs(num_tokens))
+        num_rows = metadata.num_seqs
+        self._logits.input[:num_rows].copy_(self._forward.output[:num_rows])
+        times += self._logits.plan.timed_run(self._step_inputs(num_rows))
         return times
 
 

@@ -70,3 +70,19 @@ def test_peers_names_what_it_cannot_use(tmp_path: Path) -> None:
         done = subprocess.run([*command, *arguments], capture_output=True, text=True, env=environment, timeout=120)
         assert done.returncode == 2
         assert message in done.stderr
+
+
+@pytest.mark.slow
+def test_profile_accounts_for_every_kernel(tmp_path: Path) -> None:
+    run_benchmark("profile_step", "--out", tmp_path, "--decode", 3, "--prefill", 40, "--context", 20, "--repeats", 2)
+    report = json.loads((tmp_path / "profile.json").read_text())
+    assert [step["name"] for step in report["steps"]] == ["decode, batch 3", "prefill of 40"]
+    for step, tokens in zip(report["steps"], (3, 40), strict=True):
+        rows = {row["kernel"]: row for row in step["kernels"]}
+        assert sum(row["share_of_step"] for row in rows.values()) == pytest.approx(1)
+        down = rows["quantized_linear 1536 to 576, Q4_1"]
+        assert down["calls"] == rows["paged_attention"]["calls"] == 30
+        assert down["operations"] == 30 * 2 * tokens * 1536 * 576
+        assert down["bytes"] == 30 * (1536 * 576 * 20 // 32 + tokens * 4 * (1536 + 576))
+    assert report["steps"][0]["engine_step_seconds"] > 0
+    assert (tmp_path / "profile.png").stat().st_size > 1000

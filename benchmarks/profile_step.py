@@ -1,0 +1,354 @@
+"""Where a step's time goes, kernel by kernel, with bytes, operations and share of this machine's measured limits.
+
+    python benchmarks/profile_step.py --out profile
+    python benchmarks/profile_step.py --out profile --decode 1 8 64 --prefill 512 --context 256
+
+The model's recorded step is run with a clock around each kernel; bytes and operations of each follow from its arguments. The
+limits are measured in the same run by benchmarks/limits.cpp: reading memory, and arithmetic from registers alone. A kernel's
+share is of the limit that it is nearer to. For decode steps, an engine then runs the same batch: what its step takes beyond the
+kernels is scheduling, input preparation, sampling and output. Medians over --repeats. Writes profile.json and profile.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyengine import LLM, SamplingParams
+from pyengine.config import EngineArgs, EngineConfig, resolve, resolve_load
+from pyengine.inputs import TokensPrompt
+from pyengine.layers.attention_metadata import AttentionMetadata
+from pyengine.loader.checkpoint import open_checkpoint
+from pyengine.loader.weights import load_model
+from pyengine.ops import Ops
+from pyengine.worker.backends import create_backend
+from pyengine.worker.hardware import detect_hardware
+from pyengine.worker.step_replay import ReplayedStepRunner
+from pyengine.worker.worker import kv_cache_spec
+
+from machine import describe
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A step: sequences with the same number of query tokens, each after `context` tokens that are computed."""
+
+    num_seqs: int
+    query_len: int
+    context: int
+
+    @property
+    def name(self) -> str:
+        return f"decode, batch {self.num_seqs}" if self.query_len == 1 else f"prefill of {self.query_len}"
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_seqs * self.query_len
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a kernel must move and compute at least."""
+
+    label: str
+    num_bytes: float
+    operations: float
+    kind: str  # int8 or fp32
+
+
+def cost(op: str, args: Sequence[Any], batch: Batch, vocab_size: int) -> Cost:
+    """A recorded call's cost in a step of this batch. Tensors have a row a token, but logits have one a sequence."""
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    rows = batch.num_tokens
+
+    def row_bytes(tensor: Tensor) -> int:
+        return tensor[0].numel() * tensor.element_size()
+
+    if op in ("linear", "quantized_linear"):
+        out, x, weight = tensors[:3]
+        rows = batch.num_seqs if out.shape[1] == vocab_size else rows
+        shape = f"{x.shape[1]} to {out.shape[1]}"
+        kind, detail = ("int8", f", {args[3]}") if op == "quantized_linear" else ("fp32", "")
+        moved = weight.numel() * weight.element_size() + rows * (row_bytes(out) + row_bytes(x))
+        return Cost(f"{op} {shape}{detail}", moved, 2.0 * rows * x.shape[1] * out.shape[1], kind)
+    if op == "paged_attention":
+        out, query, k_cache = tensors[:3]
+        _, num_heads, head_dim = query.shape
+        kv_bytes = 2 * k_cache.shape[1] * head_dim * k_cache.element_size()  # of a token: K and V
+        last = batch.context + batch.query_len
+        seen = sum(range(batch.context + 1, last + 1))  # keys, summed over a sequence's query tokens
+        moved = batch.num_seqs * last * kv_bytes + rows * (row_bytes(out) + row_bytes(query))
+        return Cost(op, moved, 4.0 * batch.num_seqs * seen * num_heads * head_dim, "fp32")
+    # The rest streams rows once in and once out; its arithmetic is no matter. Caches and tables are not rows.
+    moved = rows * sum(row_bytes(tensor) for tensor in tensors if tensor.dim() > 1 and tensor.dtype.is_floating_point)
+    if op in ("reshape_and_cache", "rotary_embedding", "rotary_reshape_and_cache"):
+        moved = 2 * rows * sum(row_bytes(tensor) for tensor in tensors if tensor.dim() == 3)
+    return Cost(op, moved, 0.0, "fp32")
+
+
+class Trace:
+    """Ops that note each call, so that a recorded kernel can be told from its arguments."""
+
+    def __init__(self, ops: Ops) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        names = [field.name for field in fields(ops) if field.name != "name"]
+        self.ops = replace(ops, **{name: self._noting(name, getattr(ops, name)) for name in names})
+
+    def _noting(self, name: str, op: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: Any, **kwargs: Any) -> None:
+            self.calls.append((name, args))
+            op(*args, **kwargs)
+
+        return call
+
+
+class Profiler:
+    """A model whose recorded step is timed op by op."""
+
+    def __init__(self, args: EngineArgs, max_tokens: int, max_context: int) -> None:
+        checkpoint = open_checkpoint(args.model)
+        hardware = detect_hardware()
+        load_config = resolve_load(args, checkpoint.arch, hardware)
+        backend = create_backend(load_config.device, load_config.num_threads)
+        trace = Trace(backend.ops)
+        model = load_model(checkpoint, load_config, trace.ops)
+        self.config: EngineConfig = resolve(args, checkpoint.name, checkpoint.arch, hardware)
+        spec = kv_cache_spec(checkpoint.arch, self.config.cache)
+        num_blocks = -(-(max_tokens + max_context) // spec.block_size)
+        pool = backend.allocate_pool(spec, num_blocks + max_tokens + 1, host=False)
+        pool.data.zero_()  # resident, as a pool in use is
+        trace.calls.clear()
+        caches = [pool.layer(index) for index in range(checkpoint.arch.num_layers)]
+        self._runner = ReplayedStepRunner(model, caches, max_num_tokens=max_tokens, max_num_rows=max_tokens)
+        self._calls = trace.calls[1:]  # the first is the embedding's, which no plan has
+
+    def times(self, batch: Batch, repeats: int) -> list[tuple[Cost, float]]:
+        """Each kernel in order and the median of its seconds. The embedding, a lookup, is not among them."""
+        inputs = self._inputs(batch)
+        runs = [self._runner.op_times(*inputs) for _ in range(repeats + 2)][2:]
+        calls = iter(self._calls)
+        result = []
+        for index, (name, _) in enumerate(runs[0]):
+            seconds = statistics.median(run[index][1] for run in runs)
+            if name == "copy":
+                result.append((Cost(name, 0.0, 0.0, "fp32"), seconds))
+                continue
+            op, args = next(calls)
+            if op != name:
+                raise SystemExit(f"the plan runs {name} where the model called {op}")
+            result.append((cost(op, args, batch, self.config.model.arch.vocab_size), seconds))
+        return result
+
+    def _inputs(self, batch: Batch) -> tuple[Tensor, Tensor, AttentionMetadata]:
+        block_size = self.config.cache.block_size
+        end = batch.context + batch.query_len
+        blocks = -(-end // block_size)
+        table = torch.arange(1, batch.num_seqs * blocks + 1, dtype=torch.int32).view(batch.num_seqs, blocks)
+        positions = torch.arange(batch.context, end).repeat(batch.num_seqs)  # [num_tokens]
+        sequence = torch.arange(batch.num_seqs).repeat_interleave(batch.query_len)
+        slots = table[sequence, positions // block_size] * block_size + positions % block_size
+        metadata = AttentionMetadata(
+            num_seqs=batch.num_seqs,
+            num_tokens=batch.num_tokens,
+            max_query_len=batch.query_len,
+            max_seq_len=end,
+            query_start_loc=torch.arange(batch.num_seqs + 1, dtype=torch.int32) * batch.query_len,
+            seq_lens=torch.full((batch.num_seqs,), end, dtype=torch.int32),
+            block_table=table,
+            slot_mapping=slots,
+        )
+        vocab_size = self.config.model.arch.vocab_size
+        ids = torch.randint(0, vocab_size, (batch.num_tokens,), generator=torch.Generator().manual_seed(0))
+        return ids, positions, metadata
+
+
+def engine_step_seconds(args: dict[str, Any], batch: Batch, repeats: int) -> float:
+    """Median of an engine's whole step that decodes `num_seqs` sequences of about that context."""
+    with LLM(disable_log_stats=True, enable_prefix_caching=False, max_num_seqs=max(batch.num_seqs, 1), **args) as llm:
+        engine = llm.llm_engine
+        vocab_size = engine.config.model.arch.vocab_size
+        generator = torch.Generator().manual_seed(0)
+        params = SamplingParams(temperature=0, max_tokens=repeats + 40, ignore_eos=True, detokenize=False)
+        for index in range(batch.num_seqs):
+            ids = torch.randint(0, vocab_size, (max(1, batch.context - 20),), generator=generator).tolist()
+            engine.add_request(str(index), TokensPrompt(ids), params)
+        started: set[str] = set()
+        while len(started) < batch.num_seqs:
+            started |= {output.request_id for output in engine.step() if output.outputs[0].token_ids}
+        seconds = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            engine.step()
+            seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def measure_limits(num_threads: int) -> dict[str, Any] | None:
+    """What benchmarks/limits.cpp says; None on a machine that it is not written for."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        print("limits.cpp knows x86-64 only: no shares")
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "limits"
+        source = Path(__file__).with_name("limits.cpp")
+        subprocess.run(["c++", "-O2", "-march=native", "-std=c++17", "-pthread", source, "-o", program], check=True)
+        done = subprocess.run([program, str(num_threads)], check=True, capture_output=True, text=True)
+    limits: dict[str, Any] = json.loads(done.stdout)
+    return limits
+
+
+def best(seen: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """The largest of each number."""
+    first, *rest = seen
+    if first is None:
+        return None
+    others = [other for other in rest if other is not None]
+    return {
+        key: best([value, *(other[key] for other in others)])
+        if isinstance(value, dict)
+        else max([value, *(other[key] for other in others)])
+        for key, value in first.items()
+    }
+
+
+def chosen(limits: dict[str, Any], isa: str, int8: str | None) -> dict[str, float]:
+    """The limits that kernels of this instruction set have."""
+    fp32 = limits["fp32_ops_per_s"]
+    products = limits["int8_ops_per_s"]
+    int8 = int8 or ("amx" if "amx" in isa else isa)
+    return {
+        "bytes": limits["read_bytes_per_s"],
+        "fp32": fp32["avx512"] if isa.startswith("avx512") and "avx512" in fp32 else fp32["avx2"],
+        "int8": products.get(int8, products["avx2"]),
+    }
+
+
+def summarise(times: list[tuple[Cost, float]], limits: dict[str, float] | None) -> list[dict[str, Any]]:
+    """One row for each kind of kernel call, the slowest first."""
+    total = sum(seconds for _, seconds in times)
+    rows: dict[str, dict[str, Any]] = {}
+    for item, seconds in times:
+        row = rows.setdefault(item.label, {"kernel": item.label, "calls": 0, "seconds": 0.0, "bytes": 0.0, "operations": 0.0})
+        row["calls"] += 1
+        row["seconds"] += seconds
+        row["bytes"] += item.num_bytes
+        row["operations"] += item.operations
+        row["kind"] = item.kind
+    for row in rows.values():
+        row["share_of_step"] = row["seconds"] / total
+        if limits is not None and row["seconds"] > 0:
+            row["share_of_bandwidth"] = row["bytes"] / row["seconds"] / limits["bytes"]
+            row["share_of_arithmetic"] = row["operations"] / row["seconds"] / limits[row["kind"]]
+    return sorted(rows.values(), key=lambda row: -row["seconds"])
+
+
+def print_rows(name: str, rows: list[dict[str, Any]], step_seconds: float | None) -> None:
+    kernels = sum(row["seconds"] for row in rows)
+    print(f"\n{name}: {1e3 * kernels:.2f} ms in kernels")
+    print(f"  {'kernel':36} {'calls':>5} {'ms':>8} {'share':>6} {'GB/s':>7} {'of limit':>8} {'Gop/s':>8} {'of limit':>8}")
+    for row in rows:
+        shares = [f"{row[key]:8.1%}" if key in row else "" for key in ("share_of_bandwidth", "share_of_arithmetic")]
+        rates = [row[key] / max(row["seconds"], 1e-12) / 1e9 for key in ("bytes", "operations")]
+        print(
+            f"  {row['kernel']:36} {row['calls']:5} {1e3 * row['seconds']:8.3f} {row['share_of_step']:6.1%} "
+            f"{rates[0]:7.2f} {shares[0]:>8} {rates[1]:8.1f} {shares[1]:>8}"
+        )
+    if step_seconds is not None:
+        outside = 1 - kernels / step_seconds
+        print(f"  a whole step in the engine takes {1e3 * step_seconds:.2f} ms: {outside:.1%} outside these kernels")
+
+
+def plot(report: dict[str, Any], path: Path) -> None:
+    """A bar for each step, cut into its kernels; the share of the nearer limit is written in the larger pieces."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    steps = report["steps"]
+    labels = list(dict.fromkeys(row["kernel"] for step in steps for row in step["kernels"]))
+    colours = {label: pyplot.get_cmap("tab20")(i % 20) for i, label in enumerate(labels)}
+    figure, axis = pyplot.subplots(figsize=(11, 1.6 + 0.8 * len(steps)), constrained_layout=True)
+    for place, step in enumerate(steps):
+        left = 0.0
+        for row in step["kernels"]:
+            share = row["share_of_step"]
+            axis.barh(place, share, left=left, color=colours[row["kernel"]], edgecolor="white")
+            nearest = max(row.get("share_of_bandwidth", 0.0), row.get("share_of_arithmetic", 0.0))
+            if share > 0.06 and nearest:
+                axis.text(left + share / 2, place, f"{nearest:.0%}", ha="center", va="center", fontsize=8)
+            left += share
+    axis.set(yticks=range(len(steps)), xlim=(0, 1), xlabel="share of the time in kernels; figures: share of the nearer limit")
+    axis.set_yticklabels([step["name"] for step in steps])
+    axis.legend(
+        handles=[pyplot.Rectangle((0, 0), 1, 1, color=colours[label]) for label in labels],
+        labels=labels,
+        bbox_to_anchor=(1.01, 1),
+        loc="upper left",
+        fontsize=7,
+    )
+    figure.savefig(path, dpi=120)
+
+
+def parse_flags() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for profile.json and profile.png")
+    parser.add_argument("--model", help="GGUF file or Hugging Face folder; the default model by default")
+    parser.add_argument("--quantization", help="as the engine takes it")
+    parser.add_argument("--decode", type=int, nargs="*", default=[1, 64], help="batch sizes of decode steps")
+    parser.add_argument("--prefill", type=int, nargs="*", default=[512], help="lengths of prompts, one in a step")
+    parser.add_argument("--context", type=int, default=128, help="tokens before a decode step's")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--int8-limit", help="compare with this instruction set's limit: avx2, avx512_vnni or amx")
+    parser.add_argument("--no-engine", action="store_true", help="kernels only")
+    return parser.parse_args()
+
+
+def main() -> None:
+    flags = parse_flags()
+    flags.out.mkdir(parents=True, exist_ok=True)
+    settings = {"model": flags.model, "device": "cpu", "quantization": flags.quantization}
+    batches = [Batch(count, 1, flags.context) for count in flags.decode] + [Batch(1, length, 0) for length in flags.prefill]
+    machine = describe()
+    profiler = Profiler(
+        EngineArgs(**settings),
+        max(batch.num_tokens for batch in batches),
+        max(batch.num_seqs * (batch.context + 1) for batch in batches),
+    )
+    print(f"{machine['processor']}, {profiler.config.device.num_threads} threads, {machine['instruction_set']}")
+    # Machines have better and worse seconds: the limits are the best of what is seen before and after.
+    seen = [measure_limits(profiler.config.device.num_threads)]
+    times = [profiler.times(batch, flags.repeats) for batch in batches]
+    seen.append(measure_limits(profiler.config.device.num_threads))
+    measured = best(seen)
+    limits = None if measured is None else chosen(measured, str(machine["instruction_set"]), flags.int8_limit)
+    if limits is not None:
+        print(", ".join(f"{name} {limit / 1e9:.1f} G/s" for name, limit in limits.items()))
+    steps = []
+    for batch, timed in zip(batches, times, strict=True):
+        rows = summarise(timed, limits)
+        seconds = None
+        if batch.query_len == 1 and not flags.no_engine:
+            seconds = engine_step_seconds(settings, batch, flags.repeats)
+        print_rows(batch.name, rows, seconds)
+        steps.append({"name": batch.name, "kernels": rows, "engine_step_seconds": seconds})
+    report = {"machine": machine, "measured_limits": measured, "limits": limits, "context": flags.context, "steps": steps}
+    (flags.out / "profile.json").write_text(json.dumps(report, indent=2))
+    plot(report, flags.out / "profile.png")
+    print(f"\n{flags.out / 'profile.json'}, {flags.out / 'profile.png'}")
+
+
+if __name__ == "__main__":
+    main()
