@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pyengine.errors import InvalidRequestError, OverloadedError
+from pyengine.errors import InvalidRequestError, OverloadedError, UnauthenticatedError
 from pyengine.server.auth import CALLER
 from pyengine.tenants import DEFAULT_TENANT, Tenant
 
@@ -75,6 +75,15 @@ class Tenancy:
                 raise InvalidRequestError("x-tenant", f"{call.tenant!r} is no tenant of this server")
             name = call.tenant
         return replace(call, tenant=name, priority=max(call.priority, self._tenants[name].priority_cap))
+
+    def require_trust(self, what: str) -> None:
+        """For what concerns every tenant. Must run where `account` must.
+
+        Raises:
+            UnauthenticatedError: there are tenants, and the call's key is no trusted one.
+        """
+        if self._tenants and not CALLER.get().trusted:
+            raise UnauthenticatedError(f"{what}: concerns every tenant, and needs a trusted key")
 
     @contextmanager
     def admitted(self, calls: Sequence[GenerationCall], max_num_seqs: int) -> Iterator[None]:

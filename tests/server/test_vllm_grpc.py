@@ -24,6 +24,8 @@ from pyengine.errors import OutOfRangeError
 from pyengine.inputs import TextPrompt, TokensPrompt
 from pyengine.outputs import CompletionOutput, Logprob, RequestOutput
 from pyengine.sampling_params import RequestOutputKind, SamplingParams
+from pyengine.server.auth import load_api_keys
+from pyengine.tenants import Tenant, TenantKey
 
 TOKENS = pb.TokenizedInput(original_text="ignored", input_ids=[5, 6, 7])
 
@@ -317,6 +319,28 @@ def test_kv_events_keep_their_hashes_parents_tokens_and_salts(server: RunningSer
     assert news.events[1].stored.parent_block_hash == -5
     assert [event.event_id for event in news.events] == [1, 2]
     assert status_of(call) == (grpc.StatusCode.OUT_OF_RANGE, "gone")
+
+
+def test_what_concerns_every_tenant_needs_a_trusted_key(start_server: Any) -> None:
+    def tenant(name: str, *, trusted: bool) -> Tenant:
+        key = TenantKey(sha256=hashlib.sha256(name.encode()).digest(), trusted=trusted)
+        return Tenant(name=name, api_keys=(key,))
+
+    tenants = (tenant("acme", trusted=False), tenant("gateway", trusted=True), Tenant(name="default"))
+    server = start_server(keys=load_api_keys(None, None, tenants), tenants=tenants)
+    server.engine.kv_script = [KVEventBatch(0, 1.0, [AllBlocksCleared()])]
+    stub = stub_of(server)
+    for key in ("acme", "gateway"):
+        metadata = [("authorization", f"Bearer {key}")]
+        subscription = stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest(), metadata=metadata, timeout=60)
+        flush = stub.FlushCache.future(common_pb2.FlushCacheRequest(), metadata=metadata, timeout=60)
+        if key == "gateway":
+            assert next(subscription).events
+            assert flush.result().success
+            subscription.cancel()
+        else:
+            assert status_of(subscription)[0] is grpc.StatusCode.UNAUTHENTICATED
+            assert flush.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 def test_a_subscription_ends_with_its_client(server: RunningServer) -> None:

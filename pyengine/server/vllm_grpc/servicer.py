@@ -136,6 +136,7 @@ class VllmEngineServicer:
 
     async def FlushCache(self, request: Any, context: grpc.aio.ServicerContext) -> common_pb2.FlushCacheResponse:
         async with self._call(request, context, "FlushCache"):
+            self._frontend.tenancy.require_trust("FlushCache")
             timeout = request.timeout_s
             if not 0 <= timeout <= MAX_FLUSH_SECONDS or math.isnan(timeout):
                 raise InvalidRequestError("timeout_s", f"must be in [0, {MAX_FLUSH_SECONDS:g}], got {timeout:g}")
@@ -147,6 +148,7 @@ class VllmEngineServicer:
 
     async def SubscribeKvEvents(self, request: Any, context: grpc.aio.ServicerContext) -> None:
         async with self._call(request, context, "SubscribeKvEvents"):
+            self._frontend.tenancy.require_trust("SubscribeKvEvents")  # events hold the tokens of everybody's prompts
             await context.send_initial_metadata(())
             messages = KVEventMessages()
             async with aclosing(self._frontend.engine.kv_events(request.start_sequence_number)) as batches:
