@@ -46,20 +46,20 @@ class Engine:
     skipped: frozenset[str]  # workloads
 
 
-def parse_flags() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_flags(parser: argparse.ArgumentParser, *, workloads: list[str]) -> None:
+    """What says which engines run which workloads."""
     parser.add_argument("--out", type=Path, required=True, help="folder for workloads, tokens, logs and the report")
     parser.add_argument("--model", help="a GGUF file; the default model by default")
     parser.add_argument("--fp32", metavar="FOLDER", help="the same model as an fp32 Hugging Face folder")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON")
-    parser.add_argument(
-        "--options", action="append", default=[], metavar="NAME=ARGS", help="for a runner: 'llamacpp=--slots 8'"
-    )
-    parser.add_argument("--workloads", nargs="+", default=["w3", "w1", "w2", "w4"], metavar="wN")
+    parser.add_argument("--options", action="append", default=[], metavar="NAME=ARGS", help="say 'llamacpp=--slots 8'")
+    parser.add_argument("--workloads", nargs="+", default=workloads, metavar="wN")
     parser.add_argument("--skip", action="append", default=[], metavar="NAME:wN", help="a pair that takes too long")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--timeout", type=float, default=900, help="seconds for one engine in one round")
-    flags = parser.parse_args()
+
+
+def check_flags(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
     for peer in flags.peer:
         name, _, python = peer.partition("=")
         if name not in (*GGUF_PEERS, *FP32_PEERS) or not python:
@@ -68,7 +68,11 @@ def parse_flags() -> argparse.Namespace:
             parser.error(f"--peer {name} needs --fp32 FOLDER")
     if flags.rounds < 1:
         parser.error("--rounds must be 1 or more")
-    return flags
+
+
+def stop_cleanly() -> None:
+    """Make SIGTERM an exception, so that the engine that runs is stopped with this process."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def engines(flags: argparse.Namespace) -> list[Engine]:
@@ -213,8 +217,11 @@ def plot(table: dict[str, dict[str, dict[str, dict[str, float]]]], path: Path) -
 
 
 def main() -> None:
-    flags = parse_flags()
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # by way of what stops the engine
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_flags(parser, workloads=["w3", "w1", "w2", "w4"])
+    flags = parser.parse_args()
+    check_flags(parser, flags)
+    stop_cleanly()
     parts = engines(flags)
     workloads = load_workloads(flags.out, tokenize)
     unknown = [name for name in flags.workloads if name not in workloads]

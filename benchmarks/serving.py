@@ -176,9 +176,10 @@ def plot(results: dict[str, list[Trace]], path: Path) -> None:
 
 
 @contextmanager
-def serve(model: str, extra: list[str]) -> Iterator[str]:
-    """Run a server on a free port; yield its target; stop it and check that it left cleanly."""
-    command = [sys.executable, "-m", "pyengine.server", "--model", model, "--port", "0", *extra]
+def serve(model: str | None, extra: list[str]) -> Iterator[str]:
+    """Run a server (None: of the default model) on a free port; yield its target; stop it and check that it left cleanly."""
+    chosen = [] if model is None else ["--model", model]
+    command = [sys.executable, "-m", "pyengine.server", *chosen, "--port", "0", *extra]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     try:

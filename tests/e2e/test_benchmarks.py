@@ -86,3 +86,24 @@ def test_profile_accounts_for_every_kernel(tmp_path: Path) -> None:
         assert down["bytes"] == 30 * (1536 * 576 * 20 // 32 + tokens * 4 * (1536 + 576))
     assert report["steps"][0]["engine_step_seconds"] > 0
     assert (tmp_path / "profile.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_mixed_load_compares_the_short_streams(tmp_path: Path) -> None:
+    sizes = ("--rounds", 2, "--short", 4, "--short-output", 200, "--long", 2, "--long-input", 200, "--long-delay", 0.1)
+    run_benchmark("mixed_load", "--out", tmp_path, *sizes, "--max-model-len", 512)
+    report = json.loads((tmp_path / "mixed_load.json").read_text())
+    assert len(report["rounds"]) == 2
+    for entry in report["rounds"]:
+        assert entry["ratio"] == pytest.approx(entry["mixed_p99_ms"] / entry["alone_median_ms"])
+    assert (tmp_path / "mixed_load.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_contention_says_what_is_left(tmp_path: Path) -> None:
+    out = tmp_path / "contention"
+    write_workloads(out)
+    run_benchmark("contention", "--out", out, "--rounds", 1, "--busy", 2)
+    report = json.loads((out / "contention.json").read_text())
+    assert report["share_kept"]["pyengine"]["w1"]["rounds"] == 1
+    assert report["fair_share"] == report["machine"]["cores"] / (report["machine"]["cores"] + 2)
