@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import socket
+import struct
 import subprocess
 import sys
 import zipfile
@@ -362,3 +364,25 @@ def test_without_the_stubs_the_rest_is_served() -> None:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert "pyengine.v1.Inference" in result.stdout
     assert "VllmEngine" not in result.stdout
+
+
+def test_pings_as_often_as_they_come_are_no_strikes(shared_server: RunningServer) -> None:
+    """The gateway's keepalive is 30 s; gRPC's own servers hang up on the third ping within 5 minutes. Here in bare HTTP/2."""
+    host, port = shared_server.target.rsplit(":", 1)
+    settings, ping, ping_ack, goaway = (0x4, 0x0), (0x6, 0x0), (0x6, 0x1), (0x7, 0x0)
+
+    def frame(kind: tuple[int, int], payload: bytes = b"") -> bytes:
+        return struct.pack(">I", len(payload))[1:] + bytes(kind) + bytes(4) + payload
+
+    with socket.create_connection((host, int(port)), timeout=60) as connection, connection.makefile("rb") as received:
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(settings))
+        for number in range(50):
+            connection.sendall(frame(ping, struct.pack(">Q", number)))
+            kind = settings
+            while kind != ping_ack:
+                header = received.read(9)
+                assert len(header) == 9, "the server hung up"
+                kind = (header[3], header[4])
+                assert kind != goaway
+                payload = received.read(int.from_bytes(header[:3], "big"))
+            assert payload == struct.pack(">Q", number)
