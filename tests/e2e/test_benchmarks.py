@@ -107,3 +107,14 @@ def test_contention_says_what_is_left(tmp_path: Path) -> None:
     report = json.loads((out / "contention.json").read_text())
     assert report["share_kept"]["pyengine"]["w1"]["rounds"] == 1
     assert report["fair_share"] == report["machine"]["cores"] / (report["machine"]["cores"] + 2)
+
+
+@pytest.mark.slow
+def test_startup_reports_each_kind_of_start(tmp_path: Path) -> None:
+    run_benchmark("all", "--out", tmp_path, "--only", "startup", "--rounds", 1)
+    report = json.loads((tmp_path / "startup" / "startup.json").read_text())
+    for name in ("first start", "second start"):
+        (figures,) = report[name]
+        assert figures["first_token_seconds"] > 0
+        assert 0 < figures["peak_megabytes"] < 400
+    assert "second start" in (tmp_path / "startup" / "report.txt").read_text()

@@ -1,0 +1,70 @@
+"""Every figure of docs/performance.md in one run, each benchmark into a folder of its own.
+
+    python benchmarks/all.py --out bench --peers DIR --fp32 FOLDER --skip llamacpp:w1 --skip llamacpp:w2
+
+DIR has the peers' virtual environments, as benchmarks/peers/setup.sh makes them; FOLDER is the default model in fp32, as
+benchmarks/peers/gguf_to_hf.py makes it. Without them, pyengine runs alone. The machine should have nothing else to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+PEERS = ("openvino", "llamacpp", "vllm")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--peers", type=Path, metavar="DIR", help="virtual environments openvino, llamacpp and vllm")
+    parser.add_argument("--fp32", metavar="FOLDER", help="the default model as an fp32 Hugging Face folder")
+    parser.add_argument("--skip", action="append", default=[], metavar="NAME:wN", help="a pair that takes too long")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="of peers, contention, mixed_load, profile_step, startup, quality"
+    )
+    flags = parser.parse_args()
+    rounds = ["--rounds", str(flags.rounds)]
+    pythons = {name: flags.peers / name / "bin" / "python" for name in PEERS} if flags.peers is not None else {}
+    peers = [f"--peer={name}={path}" for name, path in pythons.items() if path.exists() and (name != "vllm" or flags.fp32)]
+    peers += ["--fp32", flags.fp32] if flags.fp32 else []
+    peers += [f"--skip={pair}" for pair in flags.skip]
+    benchmarks = {
+        "startup": rounds,
+        "profile_step": [],
+        "mixed_load": rounds,
+        "contention": rounds,
+        "quality": ["--tokens", "4096"],
+        "peers": [*rounds, *peers],
+    }
+    unknown = set(flags.only or []) - benchmarks.keys()
+    if unknown:
+        parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(benchmarks)}")
+    failed = []
+    for name in flags.only or benchmarks:
+        out = flags.out / name
+        out.mkdir(parents=True, exist_ok=True)
+        target = out / "quality.json" if name == "quality" else out
+        command = [sys.executable, str(HERE / f"{name}.py"), "--out", str(target), *benchmarks[name]]
+        print(f"\n== {name}", flush=True)
+        start = time.perf_counter()
+        with (out / "report.txt").open("w") as report:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            assert process.stdout is not None
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                report.write(line)
+            if process.wait() != 0:
+                failed.append(name)
+        print(f"== {name}: {time.perf_counter() - start:.0f} s")
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()
