@@ -47,6 +47,7 @@ class EngineArgs:
     max_num_batched_tokens: int | None = None  # query tokens in one step; cpu 512, cuda 2048
     long_prefill_token_threshold: int = 0  # a prompt's share of one step, tokens; 0: the whole budget
     enable_chunked_prefill: bool = True  # False: a prompt is computed in one step or not at all
+    target_itl_ms: float | None = None  # time between two tokens of a stream to keep to, by computing less in a step; ms
     scheduling_policy: SchedulingPolicy = "fcfs"  # priority: a lower number is more urgent, and preempts
     tenants: str | None = None  # file that says who shares the engine, and on what terms; YAML or JSON
     block_size: int = 16  # tokens in one KV block; a power of two, 8 and up
@@ -80,6 +81,11 @@ class EngineArgs:
             raise ConfigError("gpu_memory_utilization", f"must be in (0, 1], got {self.gpu_memory_utilization}")
         if not 0 <= self.swap_space < 2**20:
             raise ConfigError("swap_space", f"must be 0 or more GiB, got {self.swap_space}")
+        if self.target_itl_ms is not None:
+            if not 0 < self.target_itl_ms < 1e6:
+                raise ConfigError("target_itl_ms", f"must be more than 0 milliseconds, got {self.target_itl_ms}")
+            if not self.enable_chunked_prefill or self.static_batching:
+                raise ConfigError("target_itl_ms", "needs chunked prefill, and no static batching")
         if self.long_prefill_token_threshold < 0:
             raise ConfigError("long_prefill_token_threshold", "must be 0 or more")
         if self.tensor_parallel_size != 1:
@@ -171,6 +177,7 @@ class SchedulerConfig:
     preemption_mode: PreemptionMode
     static_batching: bool = False
     tenants: tuple[Tenant, ...] = ()  # none: every request is anybody's
+    target_itl: float | None = None  # seconds; None: steps are as large as they may be
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,6 +291,7 @@ def resolve(
             preemption_mode=args.preemption_mode,
             static_batching=args.static_batching,
             tenants=tenants,
+            target_itl=None if args.target_itl_ms is None else args.target_itl_ms / 1e3,
         ),
         device=DeviceConfig(device=device, num_threads=load.num_threads, enforce_eager=args.enforce_eager),
         notes=tuple(notes),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pyengine.engine.block_manager import BlockManager, SharedPrefix
@@ -111,6 +112,29 @@ class Admission:
             return True
         headroom = self.headroom(plan.request, num_running, _num_steps(plan))
         return self.num_held_blocks(plan, usage) + headroom <= usage.num_free_blocks - num_owed_blocks
+
+    def fits_tenant(self, plan: AdmissionPlan, running: Sequence[Request]) -> bool:
+        """Whether the limits of the request's tenant let it run beside those that run."""
+        request = plan.request
+        if self._shares is None:
+            return True
+        if not self._shares.has_free_slot(request):
+            return False
+        usage = self._shares.of(request).usage
+        if usage is None:
+            return True
+        own = [r for r in running if r.tenant == request.tenant]
+        return self.has_quota(plan, usage, len(own), sum(map(self.num_owed_blocks, own)))
+
+    def num_owed_blocks(self, request: Request) -> int:
+        """Blocks that a running request lacks for the tokens it has."""
+        assert request.block_table is not None
+        return self._block_manager.num_blocks_for(request.num_tokens) - len(request.block_table.block_ids)
+
+    def num_allowed_blocks(self, request: Request, usage: BlockUsage, running: Sequence[Request]) -> int:
+        """Blocks that the request's tenant may still take for it: what is reserved for protected requests is not among them."""
+        others = [r for r in running if r.is_protected and r.tenant == request.tenant and r is not request]
+        return usage.num_free_blocks - sum(map(self.num_owed_blocks, others))
 
     def num_blocks(self, plan: AdmissionPlan) -> int:
         """Free blocks that the request takes for all tokens that it has; at least 1."""

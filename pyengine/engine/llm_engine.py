@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from pyengine.config import EngineArgs, EngineConfig
@@ -12,6 +12,7 @@ from pyengine.engine.detokenizer import TokenVocabulary
 from pyengine.engine.input_processor import InputProcessor, ProcessedInput
 from pyengine.engine.metrics import EngineMetrics
 from pyengine.engine.output_processor import OutputProcessor
+from pyengine.engine.pace import StepPacer
 from pyengine.engine.prefix_cache import PrefixCache
 from pyengine.engine.request import Request
 from pyengine.engine.scheduler import Scheduler
@@ -20,6 +21,7 @@ from pyengine.errors import EngineDeadError, InvalidRequestError
 from pyengine.inputs import Prompt
 from pyengine.outputs import FinishReason, RequestOutput
 from pyengine.sampling_params import SamplingParams
+from pyengine.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -30,13 +32,16 @@ class LLMEngine:
     Args:
         args: what the user set.
         parts: an executor, a tokenizer and a configuration to use instead of what `args` names.
+        clock: seconds, to time steps by.
 
     Raises:
         ConfigError: naming the argument that does not fit.
         ModelLoadError: naming the file or tensor.
     """
 
-    def __init__(self, args: EngineArgs, *, parts: EngineParts | None = None) -> None:
+    def __init__(
+        self, args: EngineArgs, *, parts: EngineParts | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         parts = start_up(args) if parts is None else parts
         self.config: EngineConfig = parts.config
         self.tokenizer: Any | None = parts.tokenizer
@@ -47,6 +52,11 @@ class LLMEngine:
         self._scheduler = Scheduler(parts.config.scheduler, parts.config.cache)
         vocabulary = None if parts.tokenizer is None else TokenVocabulary(parts.tokenizer)
         self._output_processor = OutputProcessor(vocabulary, self.metrics)
+        self._clock = clock
+        self._pacer: StepPacer | None = None
+        limits = parts.config.scheduler
+        if limits.target_itl is not None:
+            self._pacer = StepPacer(limits.target_itl, limits.max_num_batched_tokens, limits.max_num_seqs)
         self._dead: EngineDeadError | None = None
         self._is_shut_down = False
 
@@ -148,13 +158,26 @@ class LLMEngine:
             raise self._die(error) from error
 
     def _step(self) -> list[RequestOutput]:
-        scheduler_output = self._scheduler.schedule()
-        runner_output = self._executor.execute_model(scheduler_output)
+        if self._pacer is None:
+            scheduler_output = self._scheduler.schedule()
+            runner_output = self._executor.execute_model(scheduler_output)
+        else:
+            scheduler_output, runner_output = self._paced_step(self._pacer)
         sequence_outputs = self._scheduler.update_from_output(scheduler_output, runner_output)
         processed = self._output_processor.process(sequence_outputs, time.monotonic())
         self._finish_sequences(processed.finished_sequences)
         self.metrics.observe_step(scheduler_output.total_num_scheduled_tokens)
         return processed.request_outputs
+
+    def _paced_step(self, pacer: StepPacer) -> tuple[SchedulerOutput, ModelRunnerOutput]:
+        started = self._clock()
+        scheduler_output = self._scheduler.schedule(pacer.limits(self._scheduler.num_streams))
+        runner_output = self._executor.execute_model(scheduler_output)
+        counts = scheduler_output.num_scheduled_tokens.values()
+        if counts:
+            num_streams = sum(count == 1 for count in counts)
+            pacer.observe(self._clock() - started, num_streams, sum(counts) - num_streams)
+        return scheduler_output, runner_output
 
     def _finish_sequences(self, finished: Iterable[tuple[str, FinishReason]]) -> None:
         """Tell the scheduler of sequences that ended for a reason that it cannot see, in the same step."""

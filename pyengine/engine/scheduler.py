@@ -29,7 +29,7 @@ from typing import Any
 from pyengine.config import CacheConfig, SchedulerConfig
 from pyengine.engine.admission import Admission, AdmissionPlan
 from pyengine.engine.block_manager import AppendedSlots, BlockManager
-from pyengine.engine.block_usage import BlockUsage
+from pyengine.engine.pace import StepLimits
 from pyengine.engine.preemption import Preempter
 from pyengine.engine.prefix_cache import HashFunction, hash_block
 from pyengine.engine.request import Request, RequestStatus
@@ -48,6 +48,7 @@ class _Step:
 
     output: SchedulerOutput
     token_budget: int  # tokens that may still be scheduled
+    max_num_seqs: int  # beyond which requests that wait for nobody to make way are not admitted
     num_owed_blocks: int = 0  # blocks that running requests lack for the tokens they have
     admitted: list[Request] = field(default_factory=list)
     portions: dict[str, int] | None = None  # with tenants: prompt tokens that each may still have; None: any number
@@ -179,15 +180,25 @@ class Scheduler:
 
     # ---- a step
 
-    def schedule(self) -> SchedulerOutput:
+    @property
+    def num_streams(self) -> int:
+        """Running requests that are due one token."""
+        return sum(request.num_tokens - request.num_computed_tokens == 1 for request in self.running)
+
+    def schedule(self, limits: StepLimits | None = None) -> SchedulerOutput:
         """Decide one step: running requests first, then those that wait, most urgent first.
 
         An output without tokens still carries what the worker must forget.
+
+        Args:
+            limits: of this step, within the configuration's; None: those.
         """
+        if limits is None:
+            limits = StepLimits(self.config.max_num_batched_tokens, self.config.max_num_seqs)
         self.block_manager.swap_space.start_step()
         output = SchedulerOutput(finished_req_ids=self._finished_req_ids)
         self._finished_req_ids = []
-        step = _Step(output, self.config.max_num_batched_tokens)
+        step = _Step(output, limits.num_tokens, limits.num_seqs)
         if self.config.static_batching:
             self._end_padding(num_blocks_needed=len(self.running))
         if self._shares is not None and self._fair_queue is not None:
@@ -201,7 +212,7 @@ class Scheduler:
         self._admit_waiting(step)
         for request in step.admitted:
             insort(self.running, request, key=precedence)
-        output.total_num_scheduled_tokens = self.config.max_num_batched_tokens - step.token_budget
+        output.total_num_scheduled_tokens = limits.num_tokens - step.token_budget
         if output.total_num_scheduled_tokens:
             self._stats.num_steps += 1
             self._utilisation_sum += self.block_manager.kv_utilisation
@@ -288,7 +299,9 @@ class Scheduler:
         if not self._goes_first(self.waiting.peek()):
             return
         if self._shares is not None and self._fair_queue is not None and self.config.enable_chunked_prefill:
-            wanted = self._wanted_chunks() | dict.fromkeys(self._fair_queue.tenants, step.token_budget)
+            wanted = self._shares.wanted_chunks(self.running, self._chunk) | dict.fromkeys(
+                self._fair_queue.tenants, step.token_budget
+            )
             step.portions = self._shares.divide(step.token_budget - len(self.running), wanted)
         step.num_owed_blocks = sum(map(self._num_owed_blocks, self.running))
         num_held_tokens = len(self.running)  # every running request can still decode
@@ -316,7 +329,11 @@ class Scheduler:
             if request.is_protected:
                 num_reserved_blocks += self._num_owed_blocks(request)
         chunk_budget = step.token_budget - num_decodes
-        portions = None if self._shares is None else self._shares.divide(chunk_budget, self._wanted_chunks())
+        portions = (
+            None
+            if self._shares is None
+            else self._shares.divide(chunk_budget, self._shares.wanted_chunks(self.running, self._chunk))
+        )
         cached_reqs = step.output.scheduled_cached_reqs
         index = 0
         while index < len(self.running):  # a request may preempt others behind it
@@ -363,7 +380,9 @@ class Scheduler:
         assert table is not None
         while True:
             num_available = manager.num_free_blocks - num_reserved_blocks
-            num_allowed = num_available if table.usage is None else self._num_allowed_blocks(request, table.usage)
+            num_allowed = (
+                num_available if table.usage is None else self._admission.num_allowed_blocks(request, table.usage, self.running)
+            )
             slots = manager.append_slots(table, num_tokens, min(num_available, num_allowed))
             if slots is not None:
                 return slots
@@ -373,11 +392,6 @@ class Scheduler:
                 num_tokens = num_fitting
             elif not self._preempt_behind(behind, step, request.tenant if num_allowed < num_available else None):
                 return None
-
-    def _num_allowed_blocks(self, request: Request, usage: BlockUsage) -> int:
-        """Blocks that the request's tenant may still take for it: what is reserved for protected requests is not among them."""
-        others = [other for other in self.running if other.is_protected and other.tenant == request.tenant]
-        return usage.num_free_blocks - sum(self._num_owed_blocks(other) for other in others if other is not request)
 
     def _preempt_behind(self, index: int, step: _Step, tenant: str | None) -> bool:
         """Preempt the least urgent running request from `index` on, of one tenant if it is given; say whether there was one."""
@@ -395,7 +409,7 @@ class Scheduler:
         """Admit the most urgent request as long as there are tokens, slots and blocks. Nobody overtakes it."""
         if self.config.static_batching and self.running and not self._batch_is_open:
             return
-        if self.waiting and step.token_budget and len(self.running) < self.config.max_num_seqs:
+        if self.waiting and step.token_budget and len(self.running) < step.max_num_seqs:
             step.num_owed_blocks = sum(map(self._num_owed_blocks, self.running))
             step.num_owed_blocks += sum(map(self._num_owed_blocks, step.admitted))
             while (request := self.waiting.peek()) is not None and self._admit_next(request, step):
@@ -408,7 +422,7 @@ class Scheduler:
         if self._siblings.park_first():
             return True
         num_running = len(self.running) + len(step.admitted)
-        if not step.token_budget or num_running >= self.config.max_num_seqs or self._has_just_left(request, step):
+        if not step.token_budget or num_running >= step.max_num_seqs or self._has_just_left(request, step):
             return False
         # It takes a block at least. To know more, its prefix must be looked up, which is not to happen in vain at every step.
         num_available = self.block_manager.num_free_blocks - step.num_owed_blocks
@@ -441,16 +455,6 @@ class Scheduler:
             return False
         self._fair_queue.pass_over(plan.request)
         return True
-
-    def _wanted_chunks(self) -> dict[str, int]:
-        """By tenant, the tokens that running requests lack beyond the one that each is due."""
-        wanted: dict[str, int] = {}
-        for request in self.running:
-            num_tokens = request.num_tokens - request.num_computed_tokens
-            if num_tokens > 1:
-                chunk = self._chunk(num_tokens, num_tokens)
-                wanted[str(request.tenant)] = wanted.get(str(request.tenant), 0) + chunk
-        return wanted
 
     def _plan(self, request: Request, step: _Step) -> AdmissionPlan | None:
         """How the request would start, or None if no tokens can be granted."""
@@ -502,18 +506,7 @@ class Scheduler:
         return self._admission.has_room(plan, num_running, step.num_owed_blocks)
 
     def _fits_tenant(self, plan: AdmissionPlan, step: _Step) -> bool:
-        """Whether the limits of the request's tenant let it run now."""
-        request = plan.request
-        if self._shares is None:
-            return True
-        if not self._shares.has_free_slot(request):
-            return False
-        usage = self._shares.of(request).usage
-        if usage is None:
-            return True
-        own = [r for r in (*self.running, *step.admitted) if r.tenant == request.tenant]
-        num_owed = sum(map(self._num_owed_blocks, own))
-        return self._admission.has_quota(plan, usage, len(own), num_owed)
+        return self._admission.fits_tenant(plan, [*self.running, *step.admitted])
 
     def _admit(self, plan: AdmissionPlan, step: _Step) -> None:
         request = self.waiting.pop()
@@ -535,9 +528,7 @@ class Scheduler:
         return max(0, min(num_tokens, budget))
 
     def _num_owed_blocks(self, request: Request) -> int:
-        """Blocks that a running request lacks for the tokens it has."""
-        assert request.block_table is not None
-        return self.block_manager.num_blocks_for(request.num_tokens) - len(request.block_table.block_ids)
+        return self._admission.num_owed_blocks(request)
 
     # ---- after a step
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from pyengine.engine.block_usage import BlockUsage
@@ -195,6 +195,15 @@ class TenantShares:
             found.append(other)
         return found[::-1]
 
+    def wanted_chunks(self, running: Iterable[Request], chunk: Callable[[int, int], int]) -> dict[str, int]:
+        """By tenant, the prompt tokens that running requests lack, no more of any than `chunk` (of the lack, twice) allows."""
+        wanted: Counter[str] = Counter()
+        for request in running:
+            num_tokens = request.num_tokens - request.num_computed_tokens
+            if num_tokens > 1:
+                wanted[str(request.tenant)] += chunk(num_tokens, num_tokens)
+        return dict(wanted)
+
     def divide(self, budget: int, wanted: Mapping[str, int]) -> dict[str, int]:
         """Divide a step's prompt tokens so that virtual times come as near to each other as they can, leaving none unused.
 
@@ -202,6 +211,7 @@ class TenantShares:
             budget: tokens.
             wanted: tokens that each tenant could use, by name.
         """
+        budget = max(0, budget)
         if sum(wanted.values()) <= budget:
             return dict(wanted)
         shares = [self._shares[name] for name in wanted]
