@@ -16,7 +16,7 @@ from pyengine.layers.weights import QuantizedTensor
 SCHEMES = ("int8", "int4")
 
 _BLOCK = 32
-_CHUNK = 2**19  # values at a time: temporaries stay in the processor's cache
+_CHUNK = 2**18  # values at a time: temporaries stay in the processor's cache
 #: Shares of a block's range that are tried for its 16 steps: cutting an outlier may serve the other 31 values.
 _SHARES = (1.0, 0.86)
 _SENSITIVE = ("model.embed_tokens.weight", "lm_head.weight")

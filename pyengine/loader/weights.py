@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -26,7 +28,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 def load_model(checkpoint: Checkpoint, load_config: LoadConfig, ops: Ops) -> CausalLM:
     """Build the checkpoint's model and load its weights, one tensor at a time, with a progress bar on a terminal.
 
-    Peak memory is one copy of the weights and one merged tensor.
+    Peak memory is one copy of the weights and one merged tensor, and a few that are being quantised.
 
     Args:
         checkpoint: an open checkpoint.
@@ -46,7 +48,7 @@ def load_model(checkpoint: Checkpoint, load_config: LoadConfig, ops: Ops) -> Cau
     except ModelLoadError as error:
         raise ModelLoadError(f"{checkpoint.path}: {error}") from error
     check_tensors(checkpoint, model)
-    model.load_weights(_with_progress(checkpoint, scheme))
+    model.load_weights(_with_progress(checkpoint, scheme, load_config.num_threads))
     count, seconds = len(checkpoint.tensor_infos), time.monotonic() - started
     form = load_config.dtype if scheme is None else f"{scheme}, {load_config.dtype} activations"
     logger.info("loaded %d tensors of %s as %s in %.2f s", count, checkpoint.name, form, seconds)
@@ -87,16 +89,45 @@ def check_tensors(checkpoint: Checkpoint, model: CausalLM) -> None:
         raise ModelLoadError(f"{checkpoint.path}: tensor {missing[0]} is missing{more}")
 
 
-def _with_progress(checkpoint: Checkpoint, scheme: str | None) -> Iterator[tuple[str, Weight]]:
+def _with_progress(checkpoint: Checkpoint, scheme: str | None, num_threads: int) -> Iterator[tuple[str, Weight]]:
     from tqdm import tqdm
 
-    tensors, total = checkpoint.tensors(quantized=scheme == "gguf"), len(checkpoint.tensor_infos)
+    tensors: Iterator[tuple[str, Weight]] = checkpoint.tensors(quantized=scheme == "gguf")
+    if scheme in SCHEMES:
+        tensors = _quantized(checkpoint, tensors, scheme, num_threads)
+    total = len(checkpoint.tensor_infos)
     # disable=None: no bar where stderr is not a terminal, so that logs stay readable.
-    for name, weight in tqdm(tensors, total=total, desc="Loading weights", unit="tensor", disable=None):
-        if scheme in SCHEMES and isinstance(weight, Tensor) and weight.ndim == 2:
-            try:
-                yield name, quantize(name, weight, scheme)
-            except ModelLoadError as error:
-                raise ModelLoadError(f"{checkpoint.tensor_infos[name].file}: {error}") from error
-        else:
-            yield name, weight
+    yield from tqdm(tensors, total=total, desc="Loading weights", unit="tensor", disable=None)
+
+
+def _quantized(
+    checkpoint: Checkpoint, tensors: Iterator[tuple[str, Weight]], scheme: str, num_threads: int
+) -> Iterator[tuple[str, Weight]]:
+    """The tensors in their order, matrices quantised by several threads that work a few tensors ahead.
+
+    Each of torch's operators stays on its thread: its own pool waits at the end of every one, which is slow on shared cores.
+    """
+
+    def convert(name: str, weight: Weight) -> Weight:
+        if not isinstance(weight, Tensor) or weight.ndim != 2:
+            return weight
+        try:
+            return quantize(name, weight, scheme)
+        except ModelLoadError as error:
+            raise ModelLoadError(f"{checkpoint.tensor_infos[name].file}: {error}") from error
+
+    torch_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    waiting: deque[tuple[str, Future[Weight]]] = deque()
+    pool = ThreadPoolExecutor(num_threads, "quantize", initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        for name, weight in tensors:
+            waiting.append((name, pool.submit(convert, name, weight)))
+            if len(waiting) > 2 * num_threads:
+                ready, future = waiting.popleft()
+                yield ready, future.result()
+        for ready, future in waiting:
+            yield ready, future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(torch_threads)

@@ -16,9 +16,13 @@ from tiny_models import make_model
 from torch import Tensor
 
 from pyengine import LLM, SamplingParams
+from pyengine.config import LoadConfig
 from pyengine.errors import ConfigError, ModelLoadError
 from pyengine.loader import tokenizer as tokenizer_module
+from pyengine.loader.checkpoint import open_checkpoint
 from pyengine.loader.quantize import quantize
+from pyengine.loader.weights import load_model
+from pyengine.ops import get_ops
 
 WEIGHTS = "model.safetensors"
 MATRIX = "model.layers.0.mlp.up_proj.weight"
@@ -82,7 +86,7 @@ def test_long_rows_and_many_of_them_are_cut_and_joined() -> None:
     """More values than are worked on at a time; and each row is quantised on its own."""
     weight = random_weight(300, 4096)
     whole = quantize(MATRIX, weight, "int8").blocks
-    for row in (0, 127, 128, 299):
+    for row in (0, 63, 64, 127, 128, 299):
         assert torch.equal(whole[row : row + 1], quantize(MATRIX, weight[row : row + 1], "int8").blocks)
 
 
@@ -186,3 +190,27 @@ def test_what_cannot_be_is_refused_before_the_tokenizer_is_read(
     path = tiny_llama if kind is None else write_gguf(tmp_path / "model.gguf", tiny_llama, kind)
     with pytest.raises(error, match=message):
         LLM(str(path), device="cpu", quantization=scheme)
+
+
+def test_threads_change_nothing(tiny_llama: Path) -> None:
+    """Tensors are quantised by several threads, and arrive where they belong; torch's own threads are as before."""
+    before = torch.get_num_threads()
+    checkpoint, weights = open_checkpoint(str(tiny_llama)), load_file(tiny_llama / WEIGHTS)
+    for num_threads in (1, 3):
+        config = LoadConfig(device="cpu", dtype="float32", quantization="int8", num_threads=num_threads, seed=0)
+        model: Any = load_model(checkpoint, config, get_ops("cpu"))
+        for index, layer in enumerate(model.layers):
+            down = weights[f"model.layers.{index}.mlp.down_proj.weight"]
+            assert torch.equal(layer.mlp.down_proj.rows(torch.arange(len(down))), dequantized(down, "int8"))
+    assert torch.get_num_threads() == before
+
+
+def test_a_wrong_value_in_a_checkpoint_is_named(tiny_llama: Path, tmp_path: Path) -> None:
+    folder = dequantized_copy(tiny_llama, "int8", tmp_path / "model")
+    weights = load_file(folder / WEIGHTS)
+    weights[MATRIX][3, 5] = float("nan")
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    before = torch.get_num_threads()
+    with pytest.raises(ModelLoadError, match=rf"{WEIGHTS}: tensor {MATRIX} holds NaN"):
+        PagedRunner(folder, quantization="int4")
+    assert torch.get_num_threads() == before
