@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
+from itertools import takewhile
 
 from pyengine.engine.kv_events import KVEvent, KVEventBatch
 from pyengine.errors import DataLostError, PyEngineError
@@ -103,7 +104,7 @@ class KVEventLog:
                 first = self._batches[0].sequence_number if self._batches else self._last_number + 1
                 if number + 1 < first:
                     raise DataLostError(f"batches {number + 1} to {first - 1} are gone; subscribe from the current state")
-                new = [batch for batch in self._batches if batch.sequence_number > number] if number < self._last_number else []
+                new = self._newer_than(number)
                 waiter = None
                 if not new:
                     waiter = loop.create_future()
@@ -117,6 +118,10 @@ class KVEventLog:
             for batch in new:
                 number = batch.sequence_number
                 yield batch
+
+    def _newer_than(self, number: int) -> list[KVEventBatch]:
+        """Those that are kept, from the end: a reader that keeps up has a few to take, however long the log is."""
+        return list(takewhile(lambda batch: batch.sequence_number > number, reversed(self._batches)))[::-1]
 
 
 def _wake(waiters: dict[asyncio.Future[None], asyncio.AbstractEventLoop]) -> None:
