@@ -132,7 +132,7 @@ class Profiler:
         trace.calls.clear()
         caches = [pool.layer(index) for index in range(checkpoint.arch.num_layers)]
         self._runner = ReplayedStepRunner(model, caches, max_num_tokens=max_tokens, max_num_rows=max_tokens)
-        self._calls = trace.calls[1:]  # the first is the embedding's, which no plan has
+        self._calls = [call for call in trace.calls if call[0] != "quantized_embedding"]  # which no plan has
 
     def times(self, batch: Batch, repeats: int) -> list[tuple[Cost, float]]:
         """Each kernel in order and the median of its seconds. The embedding, a lookup, is not among them."""
