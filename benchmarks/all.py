@@ -34,13 +34,14 @@ def main() -> None:
     peers = [f"--peer={name}={path}" for name, path in pythons.items() if path.exists() and (name != "vllm" or flags.fp32)]
     peers += ["--fp32", flags.fp32] if flags.fp32 else []
     peers += [f"--skip={pair}" for pair in flags.skip]
-    benchmarks = {
-        "startup": rounds,
-        "profile_step": [],
-        "mixed_load": rounds,
-        "contention": rounds,
-        "quality": ["--tokens", "4096"],
-        "peers": [*rounds, *peers],
+    benchmarks = {  # folder: script and arguments
+        "startup": ("startup", rounds),
+        "profile_step": ("profile_step", []),
+        "mixed_load": ("mixed_load", rounds),
+        "mixed_load_with_target": ("mixed_load", [*rounds, "--target-itl-ms", "80"]),
+        "contention": ("contention", rounds),
+        "quality": ("quality", ["--tokens", "4096"]),
+        "peers": ("peers", [*rounds, *peers]),
     }
     unknown = set(flags.only or []) - benchmarks.keys()
     if unknown:
@@ -50,7 +51,8 @@ def main() -> None:
         out = flags.out / name
         out.mkdir(parents=True, exist_ok=True)
         target = out / "quality.json" if name == "quality" else out
-        command = [sys.executable, str(HERE / f"{name}.py"), "--out", str(target), *benchmarks[name]]
+        script, arguments = benchmarks[name]
+        command = [sys.executable, str(HERE / f"{script}.py"), "--out", str(target), *arguments]
         print(f"\n== {name}", flush=True)
         start = time.perf_counter()
         with (out / "report.txt").open("w") as report:
