@@ -13,8 +13,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: of the target is aimed at, so that what varies stays near it
-AIM = 0.92
+#: of the steps beside prompts are to keep to the target ...
+QUANTILE = 0.95
+#: ... and so fast the margin for that follows what is seen, of the expected time a step
+MARGIN_RATE = 0.02
+MAX_MARGIN = 3.0
 #: a step counts this much less than the one after it
 FORGETTING = 0.98
 #: prompt tokens in a step at least, so that prompts get on where the target cannot be met
@@ -43,7 +46,8 @@ class StepPacer:
     """
 
     def __init__(self, target: float, max_num_tokens: int, max_num_seqs: int) -> None:
-        self._aim = AIM * target
+        self._target = target
+        self._margin = 1.1  # a step's time over the expected, which QUANTILE of the steps do not exceed
         self._max_num_tokens = max_num_tokens
         self._max_num_seqs = max_num_seqs
         self._model = _StepTimeModel()
@@ -58,7 +62,8 @@ class StepPacer:
         if num_streams == 0:  # nobody waits for a next token
             return StepLimits(self._max_num_tokens, self._max_num_seqs)
         fixed, per_stream, per_prompt_token = self._model.terms()
-        spare = self._aim - fixed - per_stream * num_streams
+        aim = self._target / self._margin
+        spare = aim - fixed - per_stream * num_streams
         # Twice what was seen at most: beyond that the model would be trusted blindly.
         num_prompt_tokens = 2 * self._largest_prompt_step
         if per_prompt_token > 0:
@@ -67,7 +72,7 @@ class StepPacer:
         num_seqs = self._max_num_seqs
         if per_stream > 0:
             # Room is left for the prompt tokens without which no new stream would ever begin.
-            room = self._aim - fixed - per_prompt_token * MIN_PROMPT_TOKENS
+            room = aim - fixed - per_prompt_token * MIN_PROMPT_TOKENS
             num_seqs = max(1, min(num_seqs, int(room / per_stream)))
         return StepLimits(min(self._max_num_tokens, num_streams + num_prompt_tokens), num_seqs)
 
@@ -78,6 +83,11 @@ class StepPacer:
             num_streams: requests that got one token computed.
             num_prompt_tokens: computed beside them.
         """
+        expected = self._model.expected(num_streams, num_prompt_tokens)
+        if expected is not None and num_streams and num_prompt_tokens:
+            # A quantile, followed by a small step up or down for each value (stochastic approximation).
+            self._margin += MARGIN_RATE * (QUANTILE if seconds > self._margin * expected else QUANTILE - 1)
+            self._margin = min(MAX_MARGIN, max(1.0, self._margin))
         self._model.observe(seconds, num_streams, num_prompt_tokens)
         self._largest_prompt_step = max(self._largest_prompt_step, num_prompt_tokens)
 
@@ -94,6 +104,13 @@ class _StepTimeModel:
         """Seconds: fixed, per stream, per prompt token. None is negative: such a fit is noise."""
         fixed, per_stream, per_prompt_token = (max(0.0, term) / unit for term, unit in zip(self._terms, _SCALE, strict=True))
         return fixed, per_stream, per_prompt_token
+
+    def expected(self, num_streams: int, num_prompt_tokens: int) -> float | None:
+        """Seconds of a step; None while too little is known."""
+        if self._num_observed <= 10:
+            return None
+        fixed, per_stream, per_prompt_token = self.terms()
+        return fixed + per_stream * num_streams + per_prompt_token * num_prompt_tokens or None
 
     def observe(self, seconds: float, num_streams: int, num_prompt_tokens: int) -> None:
         """Fit the terms to one more step."""
