@@ -13,9 +13,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -338,8 +338,9 @@ class AsyncLLMEngine:
 
     # ---- KV events
 
-    async def kv_events(self, after: int = 0) -> AsyncGenerator[KVEventBatch, None]:
-        """What happens to the prefix cache, one batch a step at most.
+    @asynccontextmanager
+    async def kv_events(self, after: int = 0) -> AsyncIterator[AsyncGenerator[KVEventBatch, None]]:
+        """What happens to the prefix cache, one batch a step at most. Entered once the subscription stands.
 
         Args:
             after: number of the last batch that the caller knows; 0: begin with a snapshot of the current state.
@@ -347,7 +348,7 @@ class AsyncLLMEngine:
         Raises:
             UnsupportedError: there is no prefix cache.
             OutOfRangeError: batches after that one are gone.
-            DataLostError: the caller is too slow.
+            DataLostError: from the batches; the caller is too slow.
             UnavailableError, EngineDeadError: the engine does not run, or ended.
         """
 
@@ -361,15 +362,17 @@ class AsyncLLMEngine:
                 raise OutOfRangeError(f"start_sequence_number: batches after {after} are gone; 0 begins with the current state")
             return [] if after else snapshot_batches(cache.stored_blocks(), self._kv_events.last_number)
 
+        async def batches(snapshot: list[KVEventBatch]) -> AsyncGenerator[KVEventBatch, None]:
+            for batch in snapshot:
+                yield batch
+            async with aclosing(self._kv_events.follow(snapshot[-1].sequence_number if snapshot else after)) as news:
+                async for batch in news:
+                    yield batch
+
         self._kv_events.join()
         try:
-            number = after
-            for batch in await self._call(begin):
-                number = batch.sequence_number
-                yield batch
-            async with aclosing(self._kv_events.follow(number)) as batches:
-                async for batch in batches:
-                    yield batch
+            async with aclosing(batches(await self._call(begin))) as stream:
+                yield stream
         finally:
             self._kv_events.leave()
 

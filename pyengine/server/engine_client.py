@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -59,11 +60,11 @@ class EngineClient(Protocol):
     async def save_tokenizer(self, folder: Path) -> None:
         """Write the tokenizer's files into a folder, as Transformers does."""
 
-    def kv_events(self, after: int = 0) -> AsyncGenerator[KVEventBatch, None]:
+    def kv_events(self, after: int = 0) -> AbstractAsyncContextManager[AsyncGenerator[KVEventBatch, None]]:
         """What happens to the prefix cache, after batch number `after`; 0: the current state, and what happens then.
 
         Raises:
-            PyEngineError: at the first or any later batch.
+            PyEngineError: on entry, or at any batch.
         """
 
     async def reset_prefix_cache(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager
 
 import pytest
 from test_async_engine import run_async, started, until
@@ -63,9 +63,9 @@ async def generate(engine: AsyncLLMEngine, request_id: str, prompt: list[int], s
         pass
 
 
-async def follow(events: AsyncGenerator[KVEventBatch, None], mirror: Mirror) -> None:
-    async with aclosing(events):
-        async for batch in events:
+async def follow(events: AbstractAsyncContextManager[AsyncGenerator[KVEventBatch, None]], mirror: Mirror) -> None:
+    async with events as batches:
+        async for batch in batches:
             mirror.apply(batch)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,7 @@ class FakeEngine:
         self.hold_warm_up = False
         self.errored = False
         self.kv_script: list[KVEventBatch | Exception] = []  # what a subscriber gets
+        self.kv_refusal: Exception | None = None  # or this, instead of a subscription
         self.stalled = 0.0  # seconds
         self.has_tokenizer = True
         self.has_chat_template = True
@@ -219,12 +221,19 @@ class FakeEngine:
     async def save_tokenizer(self, folder: Path) -> None:
         (folder / "tokenizer.json").write_text('{"version": "1.0"}' + " " * 200_000)
 
-    async def kv_events(self, after: int = 0) -> AsyncGenerator[KVEventBatch, None]:
-        for number, item in enumerate(self.kv_script, after + 1):
-            if isinstance(item, Exception):
-                raise item
-            yield dataclasses.replace(item, sequence_number=number)
-        await asyncio.Event().wait()
+    @asynccontextmanager
+    async def kv_events(self, after: int = 0) -> AsyncIterator[AsyncGenerator[KVEventBatch, None]]:
+        async def batches() -> AsyncGenerator[KVEventBatch, None]:
+            for number, item in enumerate(self.kv_script, after + 1):
+                if isinstance(item, Exception):
+                    raise item
+                yield dataclasses.replace(item, sequence_number=number)
+            await asyncio.Event().wait()
+
+        if self.kv_refusal is not None:
+            raise self.kv_refusal
+        async with aclosing(batches()) as stream:
+            yield stream
 
     async def reset_prefix_cache(self) -> bool:
         return not self.running

@@ -22,7 +22,7 @@ from smg_grpc_proto import vllm_engine_pb2_grpc as rpc
 from smg_grpc_proto.generated import common_pb2
 
 from pyengine.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, SnapshotChunk
-from pyengine.errors import OutOfRangeError
+from pyengine.errors import DataLostError, OutOfRangeError
 from pyengine.inputs import TextPrompt, TokensPrompt
 from pyengine.outputs import CompletionOutput, Logprob, RequestOutput
 from pyengine.sampling_params import RequestOutputKind, SamplingParams
@@ -305,7 +305,7 @@ def test_kv_events_keep_their_hashes_parents_tokens_and_salts(server: RunningSer
     server.engine.kv_script = [
         KVEventBatch(0, 1.5, [AllBlocksCleared(), *stored], SnapshotChunk(0, 1, 3)),
         KVEventBatch(0, 2.5, [BlockRemoved(6), BlockRemoved(7), stored[1]]),
-        OutOfRangeError("gone"),
+        DataLostError("gone"),
     ]
     call = stub_of(server).SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest(start_sequence_number=41), timeout=60)
     snapshot, news = next(call), next(call)
@@ -320,7 +320,19 @@ def test_kv_events_keep_their_hashes_parents_tokens_and_salts(server: RunningSer
     assert list(news.events[0].removed.block_hashes) == [6, 7]
     assert news.events[1].stored.parent_block_hash == -5
     assert [event.event_id for event in news.events] == [1, 2]
+    assert status_of(call) == (grpc.StatusCode.DATA_LOSS, "gone")
+
+
+def test_a_refused_subscription_has_no_initial_metadata(server: RunningServer) -> None:
+    """Else the gateway takes it for a stream that broke, and asks for the same place for ever."""
+    server.engine.kv_refusal = OutOfRangeError("gone")
+    call = stub_of(server).SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest(start_sequence_number=41), timeout=60)
     assert status_of(call) == (grpc.StatusCode.OUT_OF_RANGE, "gone")
+    assert not call.initial_metadata()
+    server.engine.kv_refusal = None
+    call = stub_of(server).SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest(start_sequence_number=41), timeout=60)
+    call.initial_metadata()  # at once, though there is no batch
+    call.cancel()
 
 
 def test_what_concerns_every_tenant_needs_a_trusted_key(start_server: Any) -> None:

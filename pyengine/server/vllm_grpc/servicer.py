@@ -149,9 +149,10 @@ class VllmEngineServicer:
     async def SubscribeKvEvents(self, request: Any, context: grpc.aio.ServicerContext) -> None:
         async with self._call(request, context, "SubscribeKvEvents"):
             self._frontend.tenancy.require_trust("SubscribeKvEvents")  # events hold the tokens of everybody's prompts
-            await context.send_initial_metadata(())
             messages = KVEventMessages()
-            async with aclosing(self._frontend.engine.kv_events(request.start_sequence_number)) as batches:
+            async with self._frontend.engine.kv_events(request.start_sequence_number) as batches:
+                # Not before the subscription stands: a gateway begins anew if it is told OUT_OF_RANGE in place of metadata.
+                await context.send_initial_metadata(())
                 async for batch in batches:
                     await context.write(messages.batch(batch))
 
