@@ -43,6 +43,17 @@ void define_schemas(torch::stable::detail::StableLibrary& m) {
   m.def(
       "sample_top_k_top_p(Tensor(a!) token_ids, Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, "
       "Tensor seeds, Tensor positions) -> ()");
+  m.def(
+      "gptq_linear(Tensor(a!) out, Tensor input, Tensor qweight, Tensor scales, Tensor qzeros, int group_size, "
+      "Tensor? bias=None) -> ()");
+  m.def(
+      "awq_linear(Tensor(a!) out, Tensor input, Tensor qweight, Tensor scales, Tensor qzeros, int group_size, "
+      "Tensor? bias=None) -> ()");
+  m.def("fp8_linear(Tensor(a!) out, Tensor input, Tensor weight, Tensor weight_scale, Tensor? bias=None) -> ()");
+  m.def(
+      "int8_linear(Tensor(a!) out, Tensor input, Tensor input_scale, Tensor weight, Tensor weight_scale, "
+      "Tensor? bias=None) -> ()");
+  m.def("quantize_int8_rows(Tensor(a!) out, Tensor(b!) scale, Tensor input) -> ()");
 #if !defined(PE_EMULATED)
   m.def("pack_linear_weight(Tensor(a!) packed, Tensor weight) -> ()");
   m.def("linear(Tensor(a!) out, Tensor input, Tensor packed_weight, Tensor? bias=None) -> ()");

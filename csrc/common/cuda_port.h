@@ -95,6 +95,12 @@ PYENGINE_DEVICE void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_
   machine::mma_m16n8k16(c, a, b0, b1, T{});
 }
 
+// c[16, 8] += a[16, 32] b[32, 8] over int8, exactly. Lane 4 g + t holds, four neighbours of k in a register, the lowest first,
+// a[g | g + 8][4 t.. | 16 + 4 t..], b[4 t.. | 16 + 4 t..][g] and c as mma_m16n8k16.
+PYENGINE_DEVICE void mma_m16n8k32(int32_t (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  machine::mma_m16n8k32(c, a, b0, b1);
+}
+
 // ---- numbers ---------------------------------------------------------------------------------------------------------
 PYENGINE_DEVICE float to_float(float x) { return x; }
 PYENGINE_DEVICE float to_float(Float16 x) { return machine::to_float(x); }
@@ -152,6 +158,18 @@ PYENGINE_DEVICE uint32_t select_bytes(uint32_t x, uint32_t selector) {
     const uint32_t from = selector >> (4 * i) & 7;
     if (from < 4) r |= (x >> (8 * from) & 255u) << (8 * i);
   }
+  return r;
+#endif
+}
+
+// Result byte i is byte (selector >> 4 i) & 7 of the eight of low and high.
+PYENGINE_DEVICE uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selector) {
+#ifdef __CUDACC__
+  return __byte_perm(low, high, selector);
+#else
+  const uint64_t both = uint64_t(high) << 32 | low;
+  uint32_t r = 0;
+  for (int i = 0; i < 4; i++) r |= static_cast<uint32_t>(both >> (8 * (selector >> (4 * i) & 7)) & 255u) << (8 * i);
   return r;
 #endif
 }

@@ -26,6 +26,11 @@
   X(pack_quantized_weight, PackQuantizedParams)    \
   X(quantized_embedding, QuantizedEmbeddingParams) \
   X(quantized_linear, QuantizedLinearParams)       \
+  X(gptq_linear, CheckpointLinearParams)           \
+  X(awq_linear, CheckpointLinearParams)            \
+  X(fp8_linear, CheckpointLinearParams)            \
+  X(int8_linear, CheckpointLinearParams)           \
+  X(quantize_int8_rows, QuantizeRowsParams)        \
   X(apply_penalties, PenaltiesParams)              \
   X(apply_bitmask, BitmaskParams)                  \
   X(sample_top_k_top_p, SampleParams)

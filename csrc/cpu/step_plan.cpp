@@ -45,7 +45,8 @@ void for_each_input(Params& p, Inputs& in, const Fn& fn) {
 template <class P>
 constexpr bool kRecordable =
     std::is_same_v<P, RmsNormParams> || std::is_same_v<P, RotaryParams> || std::is_same_v<P, ActAndMulParams> ||
-    std::is_same_v<P, LinearParams> || std::is_same_v<P, QuantizedLinearParams> || std::is_same_v<P, ReshapeAndCacheParams> ||
+    std::is_same_v<P, LinearParams> || std::is_same_v<P, QuantizedLinearParams> || std::is_same_v<P, CheckpointLinearParams> ||
+    std::is_same_v<P, QuantizeRowsParams> || std::is_same_v<P, ReshapeAndCacheParams> ||
     std::is_same_v<P, PagedAttentionParams>;
 
 const char* copy_rows(const CopyRowsParams& p) {
@@ -156,7 +157,9 @@ void launch(const char* op, Kernel<Params> kernel, const Params& params) {
   }
 }
 
-#define PE_INSTANTIATE(name, Params) template void launch<Params>(const char*, Kernel<Params>, const Params&);
+// Kernels may share a type of parameters, which an explicit instantiation could name once only.
+#define PE_INSTANTIATE(name, Params) \
+  [[gnu::used]] static void (*const launch_##name)(const char*, Kernel<Params>, const Params&) = &launch<Params>;
 PE_CPU_KERNELS(PE_INSTANTIATE)
 #undef PE_INSTANTIATE
 

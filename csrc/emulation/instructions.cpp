@@ -84,6 +84,36 @@ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   warp_collective(0xffffffffu, &kind, &operand, &run_mma<T>, false, "mma", 0);
 }
 
+struct MmaInt8 {
+  int32_t* c;
+  const uint32_t* a;
+  const uint32_t* b;
+};
+
+int byte_of(uint32_t packed, int i) { return static_cast<int8_t>(packed >> (8 * i)); }
+
+// Lane 4 g + t holds a[g | g + 8][4 t.. | 16 + 4 t..], b[4 t.. | 16 + 4 t..][g] and c[g | g + 8][2 t, 2 t + 1].
+void run_mma_int8(void** payload, uint32_t mask) {
+  if (mask != 0xffffffffu) fail("mma needs a full warp");
+  statistics.mma++;
+  int a[16][32], b[32][8], c[16][8];
+  for (int lane = 0; lane < 32; lane++) {
+    const auto* m = static_cast<const MmaInt8*>(payload[lane]);
+    const int g = lane >> 2, t = lane & 3;
+    for (int i = 0; i < 4; i++) {
+      for (int r = 0; r < 4; r++) a[g + (r & 1) * 8][4 * t + i + (r >> 1) * 16] = byte_of(m->a[r], i);
+      for (int r = 0; r < 2; r++) b[4 * t + i + r * 16][g] = byte_of(m->b[r], i);
+    }
+    for (int r = 0; r < 4; r++) c[g + (r >> 1) * 8][2 * t + (r & 1)] = m->c[r];
+  }
+  for (int i = 0; i < 16; i++)
+    for (int k = 0; k < 32; k++)
+      for (int j = 0; j < 8; j++) c[i][j] += a[i][k] * b[k][j];
+  for (int lane = 0; lane < 32; lane++)
+    for (int r = 0; r < 4; r++)
+      static_cast<MmaInt8*>(payload[lane])->c[r] = c[(lane >> 2) + (r >> 1) * 8][2 * (lane & 3) + (r & 1)];
+}
+
 }  // namespace
 
 void cp_async(void* shared, const void* global, unsigned bytes, unsigned src_bytes) {
@@ -129,6 +159,13 @@ void ldmatrix_x4(uint32_t (&r)[4], const void* row, bool transposed) {
 
 void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, Float16) { mma<Float16>(c, a, b0, b1); }
 void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, BFloat16) { mma<BFloat16>(c, a, b0, b1); }
+
+void mma_m16n8k32(int32_t (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  static const char kind = 0;
+  const uint32_t b[2] = {b0, b1};
+  MmaInt8 operand{c, a, b};
+  warp_collective(0xffffffffu, &kind, &operand, &run_mma_int8, false, "mma", 0);
+}
 
 void load_vector(void* registers, const void* p, unsigned bytes) {
   require_aligned(p, bytes, "vector load");

@@ -19,6 +19,9 @@ void ldmatrix_x4(uint32_t (&r)[4], const void* row, bool transposed);
 void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, Float16);
 void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, BFloat16);
 
+// mma.sync.m16n8k32 over int8, int32 accumulators: c[16, 8] += a[16, 32] * b[32, 8].
+void mma_m16n8k32(int32_t (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+
 // 4, 8 or 16 bytes by one instruction: the address must be a multiple of the size.
 void load_vector(void* registers, const void* p, unsigned bytes);
 void store_vector(void* p, const void* registers, unsigned bytes);

@@ -66,4 +66,41 @@ struct QuantizedEmbeddingParams {
   QuantFormat format;
 };
 
+// ---- weights as quantised checkpoints for GPUs have them ---------------------------------------------------------------
+// out = input * weight^T + bias, each sum in a fixed order of k whatever the number of rows is. Weights stay as the checkpoint
+// has them:
+//   GPTQ (4 bits, asymmetric): word [k / 8][n] of qweight has k's value in bits 4 (k % 8); word [k / group][n / 8] of qzeros
+//   has
+//     zero - 1 in bits 4 (n % 8). Value: (q - zero) * scale[k / group][n], rounded to dtype.
+//   AWQ (4 bits): word [k][n / 8] has value n in bits 4 i with kAwqOrder[i] == n % 8; qzeros likewise, zeros as they are.
+//   FP8: e4m3 [out_features, in_features], a scale for each row or one for all.
+//   INT8: int8 [out_features, in_features], scales likewise; the input is int8 too, a scale for each row. Sums are exact.
+static constexpr int kAwqOrder[8] = {0, 2, 4, 6, 1, 3, 5, 7};
+
+struct CheckpointLinearParams {
+  void* out;                 // [num_tokens, out_features], dtype
+  const void* input;         // [num_tokens, in_features], dtype; INT8: int8
+  const void* weight;        // as above
+  const void* scales;        // 4 bits: [groups, out_features], dtype; else fp32 [out_features] or [1]
+  const int32_t* zeros;      // 4 bits: [groups, out_features / 8]
+  const float* input_scale;  // INT8: [num_tokens]
+  const void* bias;          // [out_features], dtype; or null
+  int64_t out_stride, input_stride;
+  int32_t num_tokens, in_features, out_features;
+  int32_t group_size;  // 4 bits: values of k that share a scale
+  bool one_scale;      // FP8, INT8: scales has one element
+  DType dtype;
+};
+
+// out = round(input / scale), to nearest even; scale = max |row| / 127. A row of zeros has scale 0 and zeros. A row with a NaN
+// or an infinity has a scale that is none, so that its products are NaN.
+struct QuantizeRowsParams {
+  int8_t* out;        // [num_tokens, in_features]
+  float* scale;       // [num_tokens]
+  const void* input;  // [num_tokens, in_features], dtype
+  int64_t input_stride;
+  int32_t num_tokens, in_features;
+  DType dtype;
+};
+
 }  // namespace pyengine

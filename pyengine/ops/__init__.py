@@ -11,9 +11,13 @@ from pyengine.ops._fake import CPU_OPS, DEVICE_OPS
 from pyengine.ops._signatures import (
     ApplyBitmask,
     ApplyPenalties,
+    AwqLinear,
     CopyBlocks,
+    Fp8Linear,
     FusedAddRmsNorm,
     GeluAndMul,
+    GptqLinear,
+    Int8Linear,
     LinearOp,
     MergeAttentionStates,
     PackLinearWeight,
@@ -21,6 +25,7 @@ from pyengine.ops._signatures import (
     PagedAttention,
     QuantizedEmbedding,
     QuantizedLinear,
+    QuantizeInt8Rows,
     ReshapeAndCache,
     RmsNorm,
     RotaryEmbeddingOp,
@@ -56,6 +61,11 @@ class Ops:
     apply_penalties: ApplyPenalties
     apply_bitmask: ApplyBitmask
     sample_top_k_top_p: SampleTopKTopP
+    gptq_linear: GptqLinear
+    awq_linear: AwqLinear
+    fp8_linear: Fp8Linear
+    int8_linear: Int8Linear
+    quantize_int8_rows: QuantizeInt8Rows
     # CPU tensors only, also in the sets of other devices:
     pack_linear_weight: PackLinearWeight
     linear: LinearOp

@@ -25,6 +25,11 @@ DEVICE_OPS: tuple[str, ...] = (
     "apply_penalties",
     "apply_bitmask",
     "sample_top_k_top_p",
+    "gptq_linear",
+    "awq_linear",
+    "fp8_linear",
+    "int8_linear",
+    "quantize_int8_rows",
 )
 #: Ops of namespace `pyengine` alone: matrix products for the CPU.
 CPU_OPS: tuple[str, ...] = (

@@ -261,6 +261,103 @@ class SampleTopKTopP(Protocol):
         """
 
 
+class GptqLinear(Protocol):
+    def __call__(
+        self,
+        out: Tensor,
+        input: Tensor,
+        qweight: Tensor,
+        scales: Tensor,
+        qzeros: Tensor,
+        group_size: int,
+        bias: Tensor | None = None,
+    ) -> None:
+        """out = input weight^T + bias with 4-bit weights as GPTQ checkpoints have them (Frantar et al., 2022).
+
+        A weight is (q - zero) * scale in input's type. Rows of k are in the order of their groups. Each sum has a fixed order
+        of k, whatever the number of rows is; so it is in the next three ops. GPUs take fp16 and bf16.
+
+        Args:
+            out: [num_tokens, out_features], written; in input's type.
+            input: [num_tokens, in_features], the token stride free.
+            qweight: int32 [in_features / 8, out_features], the lowest k in the lowest bits.
+            scales: [in_features / group_size, out_features], in input's type.
+            qzeros: int32 [in_features / group_size, out_features / 8], zero - 1, the lowest column in the lowest bits.
+            group_size: values of k that share scale and zero; a multiple of 32.
+            bias: [out_features].
+        """
+
+
+class AwqLinear(Protocol):
+    def __call__(
+        self,
+        out: Tensor,
+        input: Tensor,
+        qweight: Tensor,
+        scales: Tensor,
+        qzeros: Tensor,
+        group_size: int,
+        bias: Tensor | None = None,
+    ) -> None:
+        """As `gptq_linear`, with weights as AWQ checkpoints have them (Lin et al., 2023).
+
+        Args:
+            out: [num_tokens, out_features], written; in input's type.
+            input: [num_tokens, in_features], the token stride free.
+            qweight: int32 [in_features, out_features / 8]; a word's columns, from the lowest bits: 0 2 4 6 1 3 5 7.
+            scales: [in_features / group_size, out_features], in input's type.
+            qzeros: int32 [in_features / group_size, out_features / 8], zeros in the order of qweight's columns.
+            group_size: values of k that share scale and zero; a multiple of 32.
+            bias: [out_features].
+        """
+
+
+class Fp8Linear(Protocol):
+    def __call__(self, out: Tensor, input: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> None:
+        """out = input (weight * weight_scale)^T + bias with FP8 weights. GPUs take fp16 and bf16; a NaN code has no meaning.
+
+        Args:
+            out: [num_tokens, out_features], written; in input's type.
+            input: [num_tokens, in_features], the token stride free.
+            weight: e4m3 [out_features, in_features].
+            weight_scale: fp32 [out_features], or [1] for all.
+            bias: [out_features].
+        """
+
+
+class Int8Linear(Protocol):
+    def __call__(
+        self,
+        out: Tensor,
+        input: Tensor,
+        input_scale: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor | None = None,
+    ) -> None:
+        """out = (input * input_scale) (weight * weight_scale)^T + bias, input and weight int8; sums are exact.
+
+        Args:
+            out: [num_tokens, out_features], written.
+            input: int8 [num_tokens, in_features], the token stride free; see `quantize_int8_rows`.
+            input_scale: fp32 [num_tokens].
+            weight: int8 [out_features, in_features].
+            weight_scale: fp32 [out_features], or [1] for all.
+            bias: [out_features], in out's type.
+        """
+
+
+class QuantizeInt8Rows(Protocol):
+    def __call__(self, out: Tensor, scale: Tensor, input: Tensor) -> None:
+        """Round each row to int8, to nearest even, with scale = max |row| / 127. Not a finite row: scale NaN, codes 0.
+
+        Args:
+            out: int8 [num_tokens, in_features], written.
+            scale: fp32 [num_tokens], written.
+            input: [num_tokens, in_features], the token stride free.
+        """
+
+
 class PackLinearWeight(Protocol):
     def __call__(self, packed: Tensor, weight: Tensor) -> None:
         """packed[p, k, j] = weight[16 p + j, k], zero beyond the last row. CPU only.

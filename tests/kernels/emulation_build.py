@@ -16,6 +16,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 CACHE = ROOT / "build" / "emulation-tests"
 _COMMON_FLAGS = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing", "-Wno-unknown-pragmas", "-DPE_EMULATED"]
+_LAUNCHERS = ("attention", "cache", "layers", "quantization", "sampling")
 _KERNEL_UNITS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/*/cuda/*.cu"))
 
 
@@ -29,10 +30,8 @@ def _torch_flags() -> list[str]:
 
 def _units() -> dict[str, list[str]]:
     """Every translation unit of the extension, with the flags that are its own."""
-    launchers = [
-        path for path in sorted(ROOT.glob("csrc/*/*.cpp")) if path.parent.name in ("attention", "cache", "layers", "sampling")
-    ]
-    launchers = [path for path in launchers if path.name != "linear.cpp"]  # CPU only
+    launchers = [path for path in sorted(ROOT.glob("csrc/*/*.cpp")) if path.parent.name in _LAUNCHERS]
+    launchers = [path for path in launchers if path.name not in ("linear.cpp", "quantized_linear.cpp")]  # CPU only
     checks = [ROOT / "csrc/common/tensor_arg.cpp", ROOT / "csrc/common/value_checks.cpp", ROOT / "csrc/bindings.cpp"]
     runtime = sorted(ROOT.glob("csrc/emulation/*.cpp"))
     units = {str(path.relative_to(ROOT)): _torch_flags() for path in [*launchers, *checks]}

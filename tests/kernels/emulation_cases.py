@@ -21,6 +21,7 @@ from typing import Any
 
 import references
 import torch
+from checkpoint_weights import random_weight
 from checks import ATTENTION_TOLERANCE, as_bits, assert_close
 from paged_case import CaseShape, make_case
 from torch import Tensor
@@ -305,6 +306,43 @@ def activation(device: Device) -> list[Tensor]:
     return results
 
 
+# ---- quantised products ------------------------------------------------------------------------------------------------
+def linear_case(name: str, op: str, rows: int, k: int, n: int, dtype: torch.dtype, **options: Any) -> None:
+    def run(device: Device) -> list[Tensor]:
+        weight = random_weight(op, k, n, dtype=dtype, **options)
+        arguments = [device.put(x, f"argument {i}") if isinstance(x, Tensor) else x for i, x in enumerate(weight.arguments)]
+        x = device.strided(rows, k, 16, dtype, "input")
+        bias = device.put(torch.randn(n).to(dtype), "bias")
+        out = device.empty(rows, n, dtype=dtype, name="out")
+        wide = x.double()
+        if op == "int8_linear":
+            codes = device.empty(rows, k, dtype=INT8, name="codes")
+            scale = device.empty(rows, dtype=FP32, name="scale")
+            device.ops.quantize_int8_rows(codes, scale, x)
+            assert_close(scale, wide.abs().amax(1) / 127, 0, 1e-6)
+            dequantised = codes.double() * scale.double()[:, None]
+            assert ((dequantised - wide).abs() <= scale.double()[:, None] * 0.501).all(), "INT8 code"
+            device.ops.int8_linear(out, codes, scale, *arguments, bias)
+            wide = dequantised
+        else:
+            getattr(device.ops, op)(out, x, *arguments, bias)
+        expected = wide @ weight.dense.T + bias.double()
+        assert_close(out, expected, 1e-4 if dtype == FP32 else 2e-3, 2e-6 if dtype == FP32 else 2**-7)
+        return [out]
+
+    CASES[name] = run
+
+
+linear_case("linear/gptq", "gptq_linear", 5, 384, 72, BF16, group=64)
+linear_case("linear/gptq-rows", "gptq_linear", 37, 320, 64, FP16)
+linear_case("linear/awq", "awq_linear", 3, 384, 136, FP16, group=128)
+linear_case("linear/awq-rows", "awq_linear", 20, 256, 64, BF16)
+linear_case("linear/fp8", "fp8_linear", 4, 592, 72, BF16)
+linear_case("linear/fp8-rows", "fp8_linear", 66, 144, 64, FP16, one_scale=True)
+linear_case("linear/int8", "int8_linear", 3, 592, 72, BF16)
+linear_case("linear/int8-rows", "int8_linear", 70, 144, 64, FP32, one_scale=True)
+
+
 # ---- sampling, merging -------------------------------------------------------------------------------------------------
 @case("sample")
 def sample(device: Device) -> list[Tensor]:
@@ -323,6 +361,26 @@ def sample(device: Device) -> list[Tensor]:
     for row, token in enumerate(ids.tolist()):
         expected = int(logits[row].argmax()) if row == 3 else sampler_draw(logits[row], row, parameters)
         assert token == expected, f"row {row} drew {token}, not {expected}"
+    return [ids]
+
+
+@case("sample/flat")
+def sample_flat(device: Device) -> list[Tensor]:
+    """Logits so alike that draws go all over the vocabulary, and a cut-off one token further would show."""
+    rows, vocab = 24, 1500
+    logits = device.put(torch.randn(rows, vocab) * 0.01, "logits")
+    ids = device.empty(rows, dtype=torch.int64, name="token_ids")
+    parameters = {
+        "temperature": torch.ones(rows),
+        "top_k": torch.tensor([0, 2, 3] * (rows // 3), dtype=torch.int32),
+        "top_p": torch.ones(rows),
+        "min_p": torch.zeros(rows),
+        "seeds": torch.arange(rows),
+        "positions": torch.arange(rows),
+    }
+    device.ops.sample_top_k_top_p(ids, logits, *(device.put(x, name) for name, x in parameters.items()))
+    expected = [sampler_draw(logits[row], row, parameters) for row in range(rows)]
+    assert ids.tolist() == expected, "drawn tokens"
     return [ids]
 
 

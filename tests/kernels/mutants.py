@@ -8,6 +8,7 @@ _ATTENTION = "csrc/attention/cuda/"
 _MMA, _DISPATCH = f"{_ATTENTION}mma_head128.cu", f"{_ATTENTION}paged_attention.cu"
 _RESHAPE, _COPY = "csrc/cache/cuda/reshape_and_cache.cu", "csrc/cache/cuda/copy_blocks.cu"
 _SAMPLE, _LOGITS = "csrc/sampling/cuda/sample.cu", "csrc/sampling/cuda/logits.cu"
+_QUANT = "csrc/quantization/cuda/"
 _MERGE = f"{_ATTENTION}merge_attention_states.cu"
 _NORM, _ROTARY, _ACTIVATION = (f"csrc/layers/cuda/{name}.cu" for name in ("rms_norm", "rotary_embedding", "act_and_mul"))
 
@@ -48,6 +49,18 @@ def _combine(name: str, old: str, new: str) -> Mutant:
 def _own(name: str, unit: str, old: str, new: str, cases: str, sanitizer: bool = False) -> Mutant:
     """In a source of its own."""
     return Mutant(name, unit, old, new, (unit,), cases, sanitizer)
+
+
+def _gemm(name: str, file: str, old: str, new: str, cases: str = "", sanitizer: bool = False) -> Mutant:
+    """In a header that the products share; `cases`: the format that shows it, or those of several rows."""
+    formats = {"rows": "linear/gptq-rows,linear/fp8-rows", "": "linear/gptq,linear/awq,linear/fp8"}
+    chosen = formats.get(cases, f"linear/{cases}")
+    units = tuple(f"{_QUANT}{unit}_linear.cu" for unit in ("gptq", "awq", "fp8") if f"linear/{unit}" in chosen)
+    return Mutant(name, _QUANT + file, old, new, units, chosen, sanitizer)
+
+
+def _int8(name: str, old: str, new: str) -> Mutant:
+    return Mutant(name, f"{_QUANT}int8_linear.cu", old, new, (f"{_QUANT}int8_linear.cu",), "linear/int8")
 
 
 def _rotary(name: str, old: str, new: str) -> Mutant:
@@ -241,6 +254,55 @@ MUTANTS = [
     _own("bitmask: bits reversed", _LOGITS, "word >> (token % 32) & 1", "word >> (31 - token % 32) & 1", "logits"),
     _own("penalties: presence on the prompt too", _LOGITS, "if (count > 0) x -=", "x -=", "logits"),
     _own("merge: parts not weighted", _MERGE, "x += expf(lse - largest) *", "x +=", "merge"),
+    # Quantised products
+    _gemm("gemm: no barrier before the sum", "gemm_tile.cuh", "  __syncthreads();\n  const int r", "  const int r"),
+    _gemm(
+        "gemm: no barrier before the next rows",
+        "gemm_tile.cuh",
+        "  __syncthreads();  // the sums",
+        "  // the sums",
+        "rows",
+        True,
+    ),
+    _gemm("gemm: a warp left out", "gemm_tile.cuh", "for (int w = 0; w < Shape::kWarps", "for (int w = 1; w < Shape::kWarps"),
+    _gemm("gemm: a step in two warps", "gemm_tile.cuh", "return (warp + 1) * steps /", "return 1 + (warp + 1) * steps /"),
+    _gemm("gemm: rows that do not exist", "gemm_tile.cuh", "row >= p.num_tokens || index", "index", "", True),
+    _gemm("gemm: rows written beyond the last", "gemm_tile.cuh", "row < p.num_tokens && column <", "column <", "", True),
+    _gemm("gemm: bias of the tile's first column", "gemm_tile.cuh", "(p.bias)[column + i]", "(p.bias)[column]"),
+    _gemm("gemm: columns beyond the last read", "gemm_tile.cuh", "p.out_features - 8)", "p.out_features)", "", True),
+    _gemm(
+        "gemm: rows of another tile",
+        "weight_gemm.cuh",
+        "lane.first_row + 16 * r + lane.gid",
+        "lane.first_row + lane.gid",
+        "rows",
+    ),
+    _gemm("gemm: halves of a row pair exchanged", "weight_gemm.cuh", "a[r][0][2 * h], a[r][1]", "a[r][1][2 * h], a[r][0]"),
+    _gemm(
+        "gemm: loads the step that is computed",
+        "weight_gemm.cuh",
+        "next.load(p, step + 1, lane);  //",
+        "next.load(p, step, lane);  //",
+    ),
+    _gemm("gptq: zero without its offset", "weight_tiles.cuh", "lane.column, 1, false)", "lane.column, 0, false)", "gptq"),
+    _gemm(
+        "gptq: scales of the first group",
+        "weight_tiles.cuh",
+        "scales.load(p, group, lane.column, 1",
+        "scales.load(p, 0, lane.column, 1",
+        "gptq",
+    ),
+    _gemm("gptq: pairs of neighbours", "weight_tiles.cuh", "x.x, x.z, 0x5410u", "x.x, x.y, 0x5410u", "gptq"),
+    _gemm("awq: columns in order", "weight_tiles.cuh", "awq ? s[j < 4", "false ? s[j < 4", "awq"),
+    _gemm("awq: word stride", "weight_tiles.cuh", "from[int64_t(i) * words]", "from[i]", "awq"),
+    _gemm("fp8: exponent", "weight_tiles.cuh", "kBf16 ? 4 : 1", "kBf16 ? 3 : 1", "fp8"),
+    _gemm("fp8: scale of the first column", "weight_tiles.cuh", "p.one_scale ? 0 : column]", "0]", "fp8"),
+    _gemm("fp8: tail of k read", "weight_tiles.cuh", "p.in_features - kDepth)", "p.in_features)", "fp8", True),
+    _int8("int8: input scale of the first row", "p.input_scale[row]", "p.input_scale[0]"),
+    _int8("int8: upper half of k", "mma_m16n8k32(acc[r][j], high, b[j].z", "mma_m16n8k32(acc[r][j], high, b[j].x"),
+    _int8("quantize: maximum of one warp", "w < kQuantizeWarps; w++) largest", "w < 1; w++) largest"),
+    _int8("quantize: no barrier before the maximum", "  __syncthreads();\n#pragma unroll", "#pragma unroll"),
+    _int8("quantize: 126 steps", "? 127.0f / largest", "? 126.0f / largest"),
     # Layers
     _own(
         "rms_norm: a warp left out",

@@ -89,6 +89,15 @@ def uint8(*shape: int) -> torch.Tensor:
     return torch.randint(0, 60, shape, dtype=torch.uint8)  # as fp16 these are finite
 
 
+def words(*shape: int) -> torch.Tensor:
+    return torch.randint(-(2**31), 2**31, shape, dtype=torch.int64).to(torch.int32)
+
+
+def bf16_rows() -> tuple[torch.Tensor, torch.Tensor]:
+    """out [3, 16] and input [3, 64]."""
+    return torch.empty(3, 16, dtype=torch.bfloat16), torch.randn(3, 64).to(torch.bfloat16)
+
+
 def sample_inputs(namespace: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
     """For each op, arguments that it accepts."""
     return {
@@ -151,6 +160,18 @@ def sample_inputs(namespace: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
             torch.tensor([1, 2]),
             torch.tensor([0, 7]),
         ),
+        "gptq_linear": lambda: (*bf16_rows(), words(8, 16), torch.rand(2, 16).bfloat16(), words(2, 2), 32),
+        "awq_linear": lambda: (*bf16_rows(), words(64, 2), torch.rand(2, 16).bfloat16(), words(2, 2), 32),
+        "fp8_linear": lambda: (*bf16_rows(), torch.randn(16, 64).to(torch.float8_e4m3fn), torch.rand(16)),
+        "int8_linear": lambda: (
+            torch.empty(3, 16),
+            torch.ones(3, 64, dtype=torch.int8),
+            torch.rand(3),
+            torch.ones(16, 64, dtype=torch.int8),
+            torch.rand(1),
+            torch.randn(16),
+        ),
+        "quantize_int8_rows": lambda: (torch.empty(3, 64, dtype=torch.int8), torch.empty(3), torch.randn(3, 64)),
         "silu_and_mul": lambda: (torch.empty(3, 20), torch.randn(3, 40)),
         "gelu_and_mul": lambda: (torch.empty(3, 20), torch.randn(3, 40), False),
         "pack_linear_weight": lambda: (torch.empty(2, 24, 16), torch.randn(20, 24)),
@@ -161,6 +182,9 @@ def sample_inputs(namespace: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
     }
 
 
+ALL_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
 @pytest.mark.parametrize("op", DEVICE_OPS + CPU_OPS)
 @pytest.mark.parametrize("namespace", NAMESPACES)
 def test_opcheck(namespace: str, op: str) -> None:
@@ -169,7 +193,8 @@ def test_opcheck(namespace: str, op: str) -> None:
         return
     overload = getattr(getattr(torch.ops, namespace), op).default
     args = sample_inputs(namespace)[op]()
-    torch.library.opcheck(overload, args)
+    # torch lacks the arithmetic on FP8 with which its check of a schema changes arguments.
+    torch.library.opcheck(overload, args, test_utils=("test_faketensor",) if op == "fp8_linear" else ALL_CHECKS)
     overload(*args)
     for argument, value in zip(overload._schema.arguments, args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:
