@@ -57,6 +57,9 @@ HMMA, LDSM = ("HMMA.16816", r"HMMA\.16816"), ("LDSM", "LDSM")
 ASYNC_128 = ("LDGSTS ...128", r"LDGSTS\..*\b128")
 EXPECTED: list[tuple[str, list[tuple[str, str]]]] = [
     (r"(decode|prefill)_mma_kernel", [HMMA, LDSM, ASYNC_128]),
+    (r"weight_gemm_kernel", [HMMA]),
+    (r"weight_gemm_kernel<pyengine::cuda::(Gptq|Fp8)Weights", [("LDG.E.128", r"LDG\.E\..*128|LDG\.E\.128")]),
+    (r"int8_gemm_kernel", [("IMMA.16832", r"IMMA\.16832\.S8\.S8"), ("LDG.E.128", r"LDG\.E\..*128|LDG\.E\.128")]),
     (r"attention_simt_kernel", [("LDS.128", r"LDS\.128"), ("FFMA", "FFMA")]),
     (r"combine_kernel", [("LDG.E.128", r"LDG\.E\..*128|LDG\.E\.128")]),
     (r"copy_blocks_kernel<uint4>", [("LDG.E.128", r"LDG\.E\.128"), ("STG.E.128", r"STG\.E\.128")]),
@@ -65,8 +68,9 @@ EXPECTED: list[tuple[str, list[tuple[str, str]]]] = [
 #: Blocks that must fit on an SM at once, by pattern of the kernel's name: what docs/kernels.md promises.
 RESIDENT: list[tuple[str, str, int]] = [
     (r"decode_mma_kernel<\w+, \(pyengine::cuda::KvFormat\)[012], 128>", "sm_90", 2),
+    (r"(weight|int8)_gemm_kernel<.*, 1>", "sm_90", 2),
 ]
-STATIC_SHARED = {"rms_norm_kernel": 32}  # dynamic shared memory of the small kernels that have some
+STATIC_SHARED = {"rms_norm_kernel": 32, "quantize_int8_rows_kernel": 16}  # dynamic shared memory of the small kernels that have some
 
 
 class CheckError(Exception):
@@ -157,7 +161,7 @@ def check_loads() -> None:
 
 
 def read_shapes() -> dict[str, tuple[int, int, int]]:
-    """Threads, dynamic shared memory and bytes a step of the attention kernels, printed by tools/kernel_shapes.cpp."""
+    """Threads, dynamic shared memory and bytes a step of attention and matrix kernels, printed by tools/kernel_shapes.cpp."""
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "shapes"
         sources = [ROOT / "tools" / "kernel_shapes.cpp", *sorted((ROOT / "csrc" / "emulation").glob("*.cpp"))]
@@ -218,6 +222,7 @@ def display_name(name: str) -> str:
         ("(pyengine::cuda::KvFormat)2", "int8"),
         ("__nv_bfloat16", "bf16"),
         ("__half", "fp16"),
+        ("Weights<", "<"),
         ("_kernel", ""),
     ):
         name = name.replace(old, new)
@@ -230,7 +235,7 @@ def table(rows: Sequence[Row]) -> str:
     for row in rows:
         by_name.setdefault(row.kernel.name, []).append(row)
     lines = [
-        "| kernel | threads | registers | shared, KB | blocks an SM | occupancy | HMMA | LDSM | LDGSTS | loop | bytes a step |",
+        "| kernel | threads | registers | shared, KB | blocks an SM | occupancy | HMMA, IMMA | LDSM | LDGSTS | loop | bytes a step |",
         "|" + "---|" * 11,
     ]
     for name, group in by_name.items():
@@ -239,7 +244,7 @@ def table(rows: Sequence[Row]) -> str:
             [f"{row.shared_bytes / 1024:.1f}" for row in group],
             [str(row.blocks_per_sm) for row in group],
             [f"{row.occupancy:.0%}" for row in group],
-            [str(row.kernel.count("HMMA")) for row in group],
+            [str(row.kernel.count("[HI]MMA")) for row in group],
             [str(row.kernel.count("LDSM")) for row in group],
             [str(row.kernel.count("LDGSTS")) for row in group],
             [str(row.kernel.main_loop().total() or "") for row in group],

@@ -1,10 +1,12 @@
-// Prints, for tools/cuda_check.py, what the attention kernels are launched with: NAME THREADS SHARED_BYTES BYTES_PER_STEP,
-// separated by tabs. A step is one pass of the decode kernel's main loop by one warp; 0: not counted.
+// Prints, for tools/cuda_check.py, what attention and matrix kernels are launched with: NAME THREADS SHARED_BYTES
+// BYTES_PER_STEP, separated by tabs. A step is one pass of a main loop by one warp, its bytes those of cache or weights; 0: not
+// counted.
 #include <cstdio>
 
 #include "../csrc/attention/cuda/attention_simt.cuh"
 #include "../csrc/attention/cuda/decode_mma.cuh"
 #include "../csrc/attention/cuda/prefill_mma.cuh"
+#include "../csrc/quantization/cuda/weight_tiles.cuh"
 #include "../csrc/sampling/cuda/sample.cu"
 
 namespace {
@@ -51,6 +53,28 @@ void print_simt() {
                 Shape::kSharedBytes);
 }
 
+template <template <typename> class Weights, typename T>
+void print_weight_gemm(const char* name, int bits) {
+  const int step = Weights<T>::kStep * GemmShape::kColumns * bits / 8;
+  for (const int rows : {1, Weights<T>::kManyRows})
+    std::printf("weight_gemm_kernel<pyengine::cuda::%s<%s>, %d>\t%d\t%d\t%d\n", name, type_name<T>(), rows, GemmShape::kThreads,
+                GemmShape::kSharedBytes, step);
+}
+
+template <typename T>
+void print_weight_gemms() {
+  print_weight_gemm<GptqWeights, T>("GptqWeights", 4);
+  print_weight_gemm<AwqWeights, T>("AwqWeights", 4);
+  print_weight_gemm<Fp8Weights, T>("Fp8Weights", 8);
+}
+
+void print_int8_gemms() {
+  for (const char* type : {"float", "__half", "__nv_bfloat16"})
+    for (const int rows : {1, 4})
+      std::printf("int8_gemm_kernel<%s, %d>\t%d\t%d\t%d\n", type, rows, GemmShape::kThreads, GemmShape::kSharedBytes,
+                  64 * GemmShape::kColumns);
+}
+
 }  // namespace
 
 int main() {
@@ -59,6 +83,9 @@ int main() {
   print_formats<128>();
   print_formats<192>();
   print_formats<256>();
+  print_weight_gemms<Float16>();
+  print_weight_gemms<BFloat16>();
+  print_int8_gemms();
   print_simt<64>();
   print_simt<128>();
   print_simt<256>();

@@ -38,7 +38,7 @@ class Kernel:
                 continue
             begin = int(target.group(1), 16)
             body = [n for a, n, _ in self.instructions if begin <= a <= address]
-            if any(n.startswith("HMMA") for n in body) and (not best or len(body) < len(best)):
+            if any(n.startswith(("HMMA", "IMMA")) for n in body) and (not best or len(body) < len(best)):
                 best = body
         return Counter(best)
 
