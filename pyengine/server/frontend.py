@@ -90,7 +90,7 @@ class Frontend:
         self._max_output_tokens = max_output_tokens
         self._on_engine_dead = on_engine_dead
         self._serving_engine: EngineClient | None = None
-        self._active: set[str] = set()
+        self._active: dict[str, str | None] = {}  # request ids, and their tenants
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -139,6 +139,12 @@ class Frontend:
 
     # Calls
 
+    async def abort(self, request_id: str) -> bool:
+        """Abort a request of the caller's own tenant, or of any if its key is trusted; say whether there was such a request."""
+        if request_id in self._active and not self.tenancy.may_touch(self._active[request_id]):
+            return False
+        return await self.engine.abort(request_id)
+
     @contextmanager
     def call(self, *, while_draining: bool = False) -> Iterator[None]:
         """Around everything that a call does.
@@ -175,12 +181,13 @@ class Frontend:
             if request_id in self._active:
                 raise InvalidRequestError("request_id", f"{request_id!r} is in flight already")
         with self.tenancy.admitted(calls, self.engine.config.scheduler.max_num_seqs):
-            self._active.update(request_ids)
+            self._active |= {call.request_id: self.tenancy.account(call).tenant for call in calls}
             self._idle.clear()
             try:
                 yield
             finally:
-                self._active.difference_update(request_ids)
+                for request_id in request_ids:
+                    del self._active[request_id]
                 if not self._active:
                     self._idle.set()
 

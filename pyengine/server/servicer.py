@@ -51,7 +51,7 @@ class InferenceServicer:
 
     async def Abort(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         async with self._call(request, context, "Abort", while_draining=True):
-            return convert.abort_response(await self._frontend.engine.abort(convert.abort_id(request)))
+            return convert.abort_response(await self._frontend.abort(convert.abort_id(request)))
 
     async def GetModelInfo(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         async with self._call(request, context, "GetModelInfo"):

@@ -85,6 +85,11 @@ class Tenancy:
         if self._tenants and not CALLER.get().trusted:
             raise UnauthenticatedError(f"{what}: concerns every tenant, and needs a trusted key")
 
+    def may_touch(self, tenant: str | None) -> bool:
+        """Whether the caller may stop what this tenant runs."""
+        caller = CALLER.get()
+        return not self._tenants or caller.trusted or tenant == (caller.tenant or DEFAULT_TENANT)
+
     @contextmanager
     def admitted(self, calls: Sequence[GenerationCall], max_num_seqs: int) -> Iterator[None]:
         """Counts calls of one caller as in flight, all of them or none.

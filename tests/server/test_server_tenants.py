@@ -124,6 +124,42 @@ def test_a_tenants_full_queue_is_its_own(start: Callable[..., RunningServer]) ->
     assert tenant_figures(server)["pyengine:tenant_requests_in_flight|acme"] == 0
 
 
+def test_requests_are_stopped_by_their_own_tenant_or_a_trusted_key(start: Callable[..., RunningServer]) -> None:
+    server = start()
+    server.engine.hold = 0
+    calls = [
+        server.stub.Generate(pb.GenerateRequest(text="a", request_id=name), metadata=list(bearer("acme").items()), timeout=60)
+        for name in ("r1", "r2")
+    ]
+    wait_until(lambda: len(server.engine.running) == 2)
+
+    def abort(request_id: str, name: str) -> bool:
+        request = pb.AbortRequest(request_id=request_id)
+        return bool(server.stub.Abort(request, metadata=list(bearer(name).items()), timeout=60).aborted)
+
+    assert [abort("r1", "beta"), abort("r1", "acme"), abort("r2", "gateway")] == [False, True, True]
+    for call in calls:
+        with pytest.raises(grpc.RpcError):
+            list(call)
+
+
+def test_a_limit_of_output_tokens_on_both_ports(start_server: Callable[..., RunningServer]) -> None:
+    """More is refused; a request without a limit of its own gets this one."""
+    server = start_server(http_port=0, max_output_tokens=20)
+    status, answer, _ = post(server, {}, max_tokens=21)
+    assert (status, answer["error"]["param"]) == (400, "max_tokens")
+    assert "is 21; this server generates at most 20" in answer["error"]["message"]
+    with pytest.raises(grpc.RpcError) as error:
+        server.stub.Complete(pb.GenerateRequest(text="a", sampling=pb.SamplingParams(max_tokens=21)), timeout=60)
+    assert (error.value.code(), dict(error.value.trailing_metadata())["field"]) == (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "max_tokens",
+    )
+    unlimited = pb.GenerateRequest(text="a", sampling=pb.SamplingParams(max_tokens=-1))
+    assert len(server.stub.Complete(unlimited, timeout=60).choices[0].token_ids) == 20
+    assert post(server, {}, max_tokens=20)[1]["usage"]["completion_tokens"] == 20
+
+
 def tenant_figures(server: RunningServer) -> dict[str, float]:
     from prometheus_client.parser import text_string_to_metric_families
 

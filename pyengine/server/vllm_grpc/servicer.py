@@ -68,7 +68,7 @@ class VllmEngineServicer:
         """Idempotent: ids that are unknown or done are nobody's mistake."""
         async with self._call(request, context, "Abort", while_draining=True):
             for request_id in request.request_ids:
-                await self._frontend.engine.abort(request_id)
+                await self._frontend.abort(request_id)
             return pb.AbortResponse()
 
     async def Embed(self, request: Any, context: grpc.aio.ServicerContext) -> NoReturn:
