@@ -51,6 +51,7 @@ class Worker:
 class Fleet:
     workers: list[Worker]
     base_url: str
+    log: Path  # of the gateway
 
     def client(self, base_url: str | None = None) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{base_url or self.base_url}/v1", api_key="any", max_retries=0, timeout=120)
@@ -85,13 +86,14 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
             )
         stack.callback(gateway.wait)
         stack.callback(gateway.kill)
-        running = Fleet(workers, f"http://127.0.0.1:{port}")
-        _wait_ready(running, gateway, log)
+        running = Fleet(workers, f"http://127.0.0.1:{port}", log)
+        _wait_ready(running, gateway)
         yield running
 
 
-def _wait_ready(fleet: Fleet, gateway: subprocess.Popen[bytes], log: Path) -> None:
+def _wait_ready(fleet: Fleet, gateway: subprocess.Popen[bytes]) -> None:
     """Both workers are found, and so is their tokenizer."""
+    log = fleet.log
     deadline = time.monotonic() + READY_SECONDS
     while time.monotonic() < deadline and gateway.poll() is None:
         text = log.read_text()
@@ -180,7 +182,7 @@ def _settle() -> None:
 
 
 def test_a_killed_workers_traffic_moves_to_the_other(fleet: Fleet) -> None:
-    """The last test of this module: it leaves one worker."""
+    """Only the next test may follow this one: it leaves one worker."""
     lost, left = fleet.workers
     prefix = "Chapter 0. " + " ".join(f"0{j} sheep and {j}0 goats," for j in range(12))  # which the lost one has cached
     params = GREEDY | {"messages": chat(f"{prefix} Who counted?")}
@@ -200,3 +202,27 @@ def test_a_killed_workers_traffic_moves_to_the_other(fleet: Fleet) -> None:
             )
             == expected
         )
+
+
+@pytest.mark.slow
+def test_a_worker_that_was_restarted_is_followed_anew(fleet: Fleet) -> None:
+    """Its cache is empty and its events are numbered from elsewhere: the gateway must begin with a snapshot."""
+    lost = fleet.workers[0]
+    lost.process.process.kill()
+    lost.process.process.wait()
+    port = lost.address.rsplit(":", 1)[1]
+    with ServerProcess(*WORKER, "--port", port) as process:
+        again = Worker(process, process.wait_ready(), process.wait_for(r"^serving http on (\S+)$").group(1))
+        prefix = "A new chapter. " + " ".join(f"{j} ships and {j} boats," for j in range(24))
+        with fleet.client(again.http) as direct:
+            direct.chat.completions.create(**GREEDY, messages=chat(f"{prefix} How many?"))
+        deadline = time.monotonic() + READY_SECONDS
+        with fleet.client() as through:
+            while again.num_served() < 2:  # the gateway finds it, and then prefers it for its prefix
+                assert time.monotonic() < deadline, fleet.log.read_text()[-4000:]
+                answer = through.chat.completions.create(**GREEDY, messages=chat(f"{prefix} How many ships?"))
+                time.sleep(1)
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        assert (answer.usage.prompt_tokens_details.cached_tokens or 0) > 100
+        assert fleet.log.read_text().count("continuing with live events") >= 3
