@@ -31,8 +31,12 @@ def main() -> None:
     flags = parser.parse_args()
     rounds = ["--rounds", str(flags.rounds)]
     pythons = {name: flags.peers / name / "bin" / "python" for name in PEERS} if flags.peers is not None else {}
-    peers = [f"--peer={name}={path}" for name, path in pythons.items() if path.exists() and (name != "vllm" or flags.fp32)]
-    peers += ["--fp32", flags.fp32] if flags.fp32 else []
+    peers = ["--fp32", flags.fp32] if flags.fp32 else []
+    for name, path in pythons.items():
+        if path.exists() and (name != "vllm" or flags.fp32):
+            peers.append(f"--peer={name}={path}")
+        else:
+            print(f"{name} takes no part: " + ("it needs --fp32" if path.exists() else f"there is no {path}"))
     peers += [f"--skip={pair}" for pair in flags.skip]
     benchmarks = {  # folder: script and arguments
         "startup": ("startup", rounds),
