@@ -77,6 +77,10 @@ class PrefixCache:
             parent = entry
         return matched
 
+    def root(self, salt: str | None) -> CachedBlock | None:
+        """Where the chains of a salt start; None while nobody holds any."""
+        return self._roots.get(salt)
+
     def hold_root(self, salt: str | None) -> CachedBlock:
         """Where a sequence's chain starts, held for it as by `hold`."""
         root = self._roots.get(salt)

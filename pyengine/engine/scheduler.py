@@ -12,6 +12,7 @@ the least urgent running request is preempted. These rules keep that fair and fi
 - A preempted request comes back when there is room for all its tokens, and for the others to grow until it has caught up. The
   blocks that it still lacks are then reserved for it, and it is protected: it is not preempted before it has generated a
   token. So no request is preempted more often than it generates tokens, plus one.
+- A request whose prefix another one computes in this step waits for the next one. Those behind it do not wait for it.
 - A request that could not finish with the whole pool to itself is refused when it is added. So one that was admitted finishes.
 
 With tenants (`tenant_shares.py`) each has a queue of its own, and running requests are put in order at every step, in turns.
@@ -30,6 +31,7 @@ from pyengine.config import CacheConfig, SchedulerConfig
 from pyengine.engine.admission import Admission, AdmissionPlan
 from pyengine.engine.block_manager import AppendedSlots, BlockManager
 from pyengine.engine.pace import StepLimits
+from pyengine.engine.pending_prefixes import MIN_SHARED_TOKENS, PendingPrefixes
 from pyengine.engine.preemption import Preempter
 from pyengine.engine.prefix_cache import HashFunction, hash_block
 from pyengine.engine.request import Request, RequestStatus
@@ -51,6 +53,8 @@ class _Step:
     max_num_seqs: int  # beyond which requests that wait for nobody to make way are not admitted
     num_owed_blocks: int = 0  # blocks that running requests lack for the tokens they have
     admitted: list[Request] = field(default_factory=list)
+    pending: PendingPrefixes | None = None  # None: nobody waits for a prefix
+    deferred: list[Request] = field(default_factory=list)  # that wait for one, out of the queue until the step is made
     portions: dict[str, int] | None = None  # with tenants: prompt tokens that each may still have; None: any number
 
 
@@ -86,6 +90,7 @@ class Scheduler:
         self._finished_req_ids: list[str] = []  # to tell the worker with the next step
         self._to_preempt: set[str] = set()
         self._batch_is_open = True  # with static batching: whether requests may still join
+        self.min_shared_tokens = MIN_SHARED_TOKENS
         self._num_added = 0
         self._utilisation_sum = 0.0
 
@@ -230,8 +235,7 @@ class Scheduler:
             RuntimeError: if the worker's answer does not fit the step, a bug.
         """
         outputs = []
-        sampled, failed = model_runner_output.sampled_token_ids, model_runner_output.failed_req_ids
-        has_ended = False
+        sampled, failed, has_ended = model_runner_output.sampled_token_ids, model_runner_output.failed_req_ids, False
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
             request = self.requests.get(request_id)
             if request is None or request.status is not RequestStatus.RUNNING:
@@ -412,8 +416,13 @@ class Scheduler:
         if self.waiting and step.token_budget and len(self.running) < step.max_num_seqs:
             step.num_owed_blocks = sum(map(self._num_owed_blocks, self.running))
             step.num_owed_blocks += sum(map(self._num_owed_blocks, step.admitted))
+            if self.block_manager.prefix_cache is not None and not self.config.static_batching:
+                step.pending = PendingPrefixes(self.block_manager)
+                step.pending.add_scheduled(step.output.num_scheduled_tokens, self.requests)
             while (request := self.waiting.peek()) is not None and self._admit_next(request, step):
                 pass
+            for request in step.deferred:
+                self.waiting.push(request)
         # A static batch may take several steps to fill: its prompts exceed the token budget, or siblings wait for a prompt.
         self._batch_is_open = step.token_budget == 0 or self._siblings.num_parked > 0
 
@@ -431,6 +440,9 @@ class Scheduler:
         plan = self._plan(request, step)
         if plan is None or not self._fits(plan, step):
             return plan is not None and self._pass_over(plan, step)
+        if step.pending is not None and step.pending.num_shared_tokens(plan) >= self.min_shared_tokens:
+            step.deferred.append(self.waiting.pop())
+            return True
         self._admit(plan, step)
         return True
 
@@ -517,6 +529,8 @@ class Scheduler:
             self._shares.charge(request, plan.num_tokens)
             if step.portions is not None:
                 step.portions[str(request.tenant)] -= plan.num_tokens
+        if step.pending is not None:
+            step.pending.add(request, plan.num_tokens)
         step.token_budget -= plan.num_tokens
         step.num_owed_blocks += self._num_owed_blocks(request)
         step.admitted.append(request)

@@ -41,6 +41,7 @@ class Harness:
         hash_function: HashFunction = hash_block,
         vocab_size: int = 1000,
         headroom: bool = True,
+        min_shared_tokens: int | None = None,
         **scheduler: Any,
     ) -> None:
         config: dict[str, Any] = {
@@ -64,6 +65,8 @@ class Harness:
         self.scheduler = Scheduler(self.config, cache_config, hash_function=hash_function)
         if not headroom:  # saves preemptions, and nothing may depend on it
             self.scheduler._admission.headroom = lambda *args: 0  # type: ignore[method-assign]
+        if min_shared_tokens is not None:
+            self.scheduler.min_shared_tokens = min_shared_tokens
         self.manager = self.scheduler.block_manager
         self.worker = DummyWorker(num_blocks, num_cpu_blocks, block_size, vocab_size=vocab_size)
         self.vocab_size = vocab_size

@@ -52,6 +52,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tokens_per_step=st.sampled_from([1, 1, 3]),
         headroom=st.booleans(),
         quota=st.sampled_from([None, None, 0.3, 0.6, 1.0]),
+        min_shared_tokens=st.sampled_from([1, 1, 4, 1000]),
     )
     def start(self, **c: Any) -> None:
         budget = c["max_num_seqs"] + c["spare_tokens"]
@@ -72,6 +73,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             hash_function=c["hash_function"],
             vocab_size=3,
             headroom=c["headroom"],
+            min_shared_tokens=c["min_shared_tokens"],
             max_num_seqs=c["max_num_seqs"],
             max_num_batched_tokens=budget,
             long_prefill_token_threshold=c["threshold"],
