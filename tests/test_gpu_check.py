@@ -49,7 +49,7 @@ def test_report_has_what_a_reader_wants(rehearsal: tuple[subprocess.CompletedPro
     _, folder = rehearsal
     report = json.loads((folder / "report.json").read_text())
     results = report["kernels"]["results"]
-    assert {"decode", "prefill", "memory", "swap"} <= {result["group"] for result in results}
+    assert {"decode", "prefill", "memory", "linear", "swap"} <= {result["group"] for result in results}
     assert all(result["share"] > 0 for result in results if result["group"] != "swap")
     compared = [result for result in results if result["baseline"] == "torch SDPA"]
     assert compared

@@ -70,7 +70,10 @@ RESIDENT: list[tuple[str, str, int]] = [
     (r"decode_mma_kernel<\w+, \(pyengine::cuda::KvFormat\)[012], 128>", "sm_90", 2),
     (r"(weight|int8)_gemm_kernel<.*, 1>", "sm_90", 2),
 ]
-STATIC_SHARED = {"rms_norm_kernel": 32, "quantize_int8_rows_kernel": 16}  # dynamic shared memory of the small kernels that have some
+STATIC_SHARED = {
+    "rms_norm_kernel": 32,
+    "quantize_int8_rows_kernel": 16,
+}  # dynamic shared memory of the small kernels that have some
 
 
 class CheckError(Exception):
@@ -235,7 +238,7 @@ def table(rows: Sequence[Row]) -> str:
     for row in rows:
         by_name.setdefault(row.kernel.name, []).append(row)
     lines = [
-        "| kernel | threads | registers | shared, KB | blocks an SM | occupancy | HMMA, IMMA | LDSM | LDGSTS | loop | bytes a step |",
+        "| kernel | threads | registers | shared, KB | blocks an SM | occupancy | mma | LDSM | LDGSTS | loop | bytes a step |",
         "|" + "---|" * 11,
     ]
     for name, group in by_name.items():

@@ -15,6 +15,7 @@ import torch
 
 from attention_bench import bench_decode, bench_prefill
 from bench_device import BenchDevice
+from linear_bench import bench_linear
 from memory_bench import bench_cache_ops, bench_swap
 
 
@@ -33,6 +34,7 @@ def main() -> None:
         bench_decode(device, bandwidth),
         bench_prefill(device, rate),
         bench_cache_ops(device, bandwidth),
+        bench_linear(device, bandwidth, rate),
         bench_swap(device),
     ):
         report["results"].append(result.to_dict())
