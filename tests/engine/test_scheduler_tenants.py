@@ -145,6 +145,7 @@ def test_nobody_is_preempted_to_and_fro() -> None:
         for _ in range(40):
             harness.step()
         assert sum(request.num_preemptions for request in harness.requests.values()) == before
+        harness.abort(*harness.requests)
         harness.run()
 
 
