@@ -5,6 +5,7 @@
 #if defined(PE_EMULATED)
 #include "emulation/python_module.h"
 #else
+#include "common/input_batch_module.h"
 #include "cpu/features.h"
 #include "cpu/kernel_table.h"
 #include "cpu/step_plan_module.h"
@@ -60,6 +61,7 @@ void define_schemas(torch::stable::detail::StableLibrary& m) {
   m.def("pack_quantized_weight(Tensor(a!) packed, Tensor weight, str format) -> ()");
   m.def("quantized_linear(Tensor(a!) out, Tensor input, Tensor packed_weight, str format, Tensor? bias=None) -> ()");
   m.def("quantized_embedding(Tensor(a!) out, Tensor indices, Tensor packed_weight, str format) -> ()");
+  m.def("argmax(Tensor(a!) token_ids, Tensor(b!) maxima, Tensor logits) -> ()");
 #endif
 }
 
@@ -121,6 +123,7 @@ PYBIND11_MODULE(_C, m) {
         "Wait until no thread of the pool reads memory of a replayed step any more.");
   m.def("num_taken_over", &cpu::num_taken_over, "Tiles of stalled threads that the caller has computed itself, ever.");
   cpu::define_step_plan(m);
+  pyengine::define_input_batch(m);
 #if defined(PE_CUDA)
   m.attr("has_cuda") = true;
 #else

@@ -33,7 +33,8 @@
   X(quantize_int8_rows, QuantizeRowsParams)        \
   X(apply_penalties, PenaltiesParams)              \
   X(apply_bitmask, BitmaskParams)                  \
-  X(sample_top_k_top_p, SampleParams)
+  X(sample_top_k_top_p, SampleParams)              \
+  X(argmax, ArgmaxParams)
 
 // Those that instruction set avx512_vnni has versions of its own of; the others are avx512's.
 #define PE_CPU_VNNI_KERNELS(X) X(quantized_linear, QuantizedLinearParams)

@@ -24,6 +24,15 @@ struct BitmaskParams {
   int32_t num_rows, vocab_size;
 };
 
+// The largest logit of each row, and its token.
+struct ArgmaxParams {
+  int64_t* token_ids;   // [num_rows]: of equals the lowest id; the first NaN if there is one
+  float* maxima;        // [num_rows]
+  const float* logits;  // [num_rows, vocab_size]
+  int64_t logits_stride;
+  int32_t num_rows, vocab_size;
+};
+
 // Draws a token a row. min_p and top_k cut first, then top_p among what they left; see csrc/sampling/cuda/sample.cu.
 struct SampleParams {
   int64_t* token_ids;        // [num_rows]; -1 where the row's largest logit is not finite or one is NaN

@@ -11,6 +11,7 @@ from pyengine.ops._fake import CPU_OPS, DEVICE_OPS
 from pyengine.ops._signatures import (
     ApplyBitmask,
     ApplyPenalties,
+    Argmax,
     AwqLinear,
     CopyBlocks,
     Fp8Linear,
@@ -72,6 +73,7 @@ class Ops:
     pack_quantized_weight: PackQuantizedWeight
     quantized_linear: QuantizedLinear
     quantized_embedding: QuantizedEmbedding
+    argmax: Argmax
 
 
 @cache

@@ -31,13 +31,14 @@ DEVICE_OPS: tuple[str, ...] = (
     "int8_linear",
     "quantize_int8_rows",
 )
-#: Ops of namespace `pyengine` alone: matrix products for the CPU.
+#: Ops of namespace `pyengine` alone, for the CPU.
 CPU_OPS: tuple[str, ...] = (
     "pack_linear_weight",
     "linear",
     "pack_quantized_weight",
     "quantized_linear",
     "quantized_embedding",
+    "argmax",
 )
 
 

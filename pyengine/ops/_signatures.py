@@ -418,3 +418,14 @@ class QuantizedEmbedding(Protocol):
             packed_weight: see `pack_quantized_weight`.
             format: packed_weight's.
         """
+
+
+class Argmax(Protocol):
+    def __call__(self, token_ids: Tensor, maxima: Tensor, logits: Tensor) -> None:
+        """The largest logit of each row and its token: of equals the lowest id, the first NaN if there is one. CPU only.
+
+        Args:
+            token_ids: int64 [num_rows], written.
+            maxima: fp32 [num_rows], written.
+            logits: fp32 [num_rows, vocab_size], the row stride free.
+        """

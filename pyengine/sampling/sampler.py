@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pyengine.ops import get_ops
 from pyengine.sampling.draw import TokenDrawer
 from pyengine.sampling.logits_processor import create_logits_processors
 from pyengine.sampling.logprobs import token_logprobs
@@ -88,11 +88,13 @@ class SamplerOutput:
 class Sampler:
     """Samples rows one by one: a result depends on its own row and state, and on nothing else in the batch.
 
-    Rows on a GPU that take the argmax are done there; other rows come to the host.
+    The most likely token of each row is found first, for all rows at once and where the logits are. Rows that ask for more than
+    that come to the host.
     """
 
     def __init__(self, vocab_size: int) -> None:
         self._drawer = TokenDrawer(vocab_size)
+        self._cpu_argmax = get_ops("cpu").argmax
 
     def sample(self, logits: Tensor, states: Sequence[SamplingState]) -> SamplerOutput:
         """Choose a token for each row and add it to the row's state.
@@ -102,36 +104,40 @@ class Sampler:
             states: one a row.
         """
         output = SamplerOutput([-1] * len(states), [None] * len(states))
-        if logits.device.type == "cpu":
-            self._sample_rows(logits.numpy(), range(len(states)), states, output)
-            return output
-        on_device = [i for i, state in enumerate(states) if state.takes_argmax]
-        on_host = [i for i, state in enumerate(states) if not state.takes_argmax]
-        if on_device:
-            _take_argmax(logits if not on_host else logits[on_device], on_device, states, output)
-        if on_host:
-            self._sample_rows(logits[on_host].cpu().numpy(), on_host, states, output)
+        best, maxima = self._argmax(logits)
+        others = [i for i, state in enumerate(states) if not state.takes_argmax]
+        host: dict[int, Row] = {}
+        if others:
+            on_host = logits if logits.device.type == "cpu" else logits[others].cpu()
+            rows = others if on_host is logits else range(len(others))
+            host = {i: on_host[row].numpy() for i, row in zip(others, rows, strict=True)}
+        for i, state in enumerate(states):
+            try:
+                check_finite(maxima[i])
+                token_id = best[i]
+                if i in host:
+                    token_id = self._sample_row(host[i], token_id, state)
+                    if state.params.logprobs is not None:
+                        output.logprobs[i] = token_logprobs(host[i], token_id, state.params.logprobs)
+            except RowError as error:
+                output.errors[i] = str(error)
+                continue
+            output.token_ids[i] = token_id
+            state.append(token_id)
         return output
 
-    def _sample_rows(
-        self, logits: npt.NDArray[np.float32], rows: Sequence[int], states: Sequence[SamplingState], output: SamplerOutput
-    ) -> None:
-        """Sample `logits` [len(rows), vocab_size], which belong to the batch's `rows`."""
-        for row_logits, row in zip(logits, rows, strict=True):
-            state = states[row]
-            try:
-                token_id = self._sample_row(row_logits, state)
-                if state.params.logprobs is not None:
-                    output.logprobs[row] = token_logprobs(row_logits, token_id, state.params.logprobs)
-            except RowError as error:
-                output.errors[row] = str(error)
-                continue
-            output.token_ids[row] = token_id
-            state.append(token_id)
+    def _argmax(self, logits: Tensor) -> tuple[list[int], list[float]]:
+        """Each row's most likely token, the lowest id of equals, and its logit: NaN if the row has one."""
+        if logits.device.type == "cpu":
+            token_ids = torch.empty(len(logits), dtype=torch.int64)
+            maxima = torch.empty(len(logits))
+            self._cpu_argmax(token_ids, maxima, logits)
+        else:
+            maxima, token_ids = torch.max(logits, dim=-1)
+        return token_ids.tolist(), maxima.tolist()
 
-    def _sample_row(self, logits: Row, state: SamplingState) -> int:
-        best = int(logits.argmax())  # the lowest id of equals; the first NaN if there is one
-        check_finite(float(logits[best]))
+    def _sample_row(self, logits: Row, best: int, state: SamplingState) -> int:
+        """Choose a token. `best` is the row's most likely one, and its logit is finite."""
         processed = state.processed(logits)
         if processed is not logits:
             best = int(processed.argmax())
@@ -150,16 +156,3 @@ class Sampler:
             min_p=params.min_p,
             uniform=state.uniforms.at(state.num_output_tokens),
         )
-
-
-def _take_argmax(logits: Tensor, rows: Sequence[int], states: Sequence[SamplingState], output: SamplerOutput) -> None:
-    """Greedy rows on their own device; one transfer for all of them. `logits` is [len(rows), vocab_size]."""
-    maxima, token_ids = torch.max(logits, dim=-1)
-    for row, maximum, token_id in zip(rows, maxima.tolist(), token_ids.tolist(), strict=True):
-        try:
-            check_finite(maximum)
-        except RowError as error:
-            output.errors[row] = str(error)
-            continue
-        output.token_ids[row] = token_id
-        states[row].append(token_id)

@@ -1,6 +1,6 @@
 """The batch between steps: every running sequence has a row of token ids and of block ids, changed by difference.
 
-A step's inputs are computed from these rows by a handful of array operations, into buffers that are allocated once.
+A step's inputs are computed from these rows by one call (csrc/common/input_batch.h), into buffers that are allocated once.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pyengine.layers.attention_metadata import AttentionMetadata
+from pyengine.ops import load_core
 
 IntArray = npt.NDArray[np.int64]
 
@@ -31,10 +32,28 @@ class StepInputs:
     query_lens: IntArray  # [num_seqs]
     num_computed_tokens: IntArray  # [num_seqs], before this step
     samples: npt.NDArray[np.bool_]  # [num_seqs], whether the step reaches the sequence's last token
+    logits_indices: IntArray  # [num_samples], the last query token of each sequence that samples
     input_ids: Tensor  # int64 [num_tokens], on the device
     positions: Tensor  # int64 [num_tokens], on the device
     metadata: AttentionMetadata
-    query_start_loc: IntArray  # [num_seqs + 1], on the host
+    query_start_loc: npt.NDArray[np.int32]  # [num_seqs + 1], on the host
+
+
+@dataclass(slots=True)
+class _StepViews:
+    """The parts of the buffers that steps of one size use. On a CPU they serve every step of that size."""
+
+    num_seqs: int
+    num_tokens: int
+    rows: IntArray  # [num_seqs], as the three that follow
+    query_lens: IntArray
+    computed: IntArray
+    samples: npt.NDArray[np.bool_]
+    input_ids: Tensor  # [num_tokens], as the two that follow
+    positions: Tensor
+    slot_mapping: Tensor
+    query_start_loc: Tensor  # [num_seqs + 1]
+    seq_lens: Tensor  # [num_seqs]
 
 
 class InputBatch:
@@ -73,14 +92,39 @@ class InputBatch:
         self._num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_computed = np.zeros(max_num_seqs, dtype=np.int64)
-        # A step's buffers, and the same memory as tensors.
-        self._arange = np.arange(max(max_num_batched_tokens, max_num_seqs), dtype=np.int64)
+        # A step's buffers.
         self._input_ids = np.zeros(max_num_batched_tokens, dtype=np.int64)
         self._positions = np.zeros(max_num_batched_tokens, dtype=np.int64)
         self._slot_mapping = np.zeros(max_num_batched_tokens, dtype=np.int64)
         self._query_start_loc = np.zeros(max_num_seqs + 1, dtype=np.int32)
         self._seq_lens = np.zeros(max_num_seqs, dtype=np.int32)
+        self._rows = np.zeros(max_num_seqs, dtype=np.int64)
+        self._query_lens = np.zeros(max_num_seqs, dtype=np.int64)
+        self._computed = np.zeros(max_num_seqs, dtype=np.int64)
+        self._samples = np.zeros(max_num_seqs, dtype=np.bool_)
+        self._logits_indices = np.zeros(max_num_seqs, dtype=np.int64)
         self._gathered_blocks = np.zeros_like(self._block_table)
+        self._preparer = load_core().StepPreparer(
+            {
+                "token_ids": self._token_ids,
+                "block_table": self._block_table,
+                "num_tokens": self._num_tokens,
+                "num_blocks": self._num_blocks,
+                "num_computed": self._num_computed,
+                "input_ids": self._input_ids,
+                "positions": self._positions,
+                "slot_mapping": self._slot_mapping,
+                "query_start_loc": self._query_start_loc,
+                "seq_lens": self._seq_lens,
+                "rows": self._rows,
+                "query_lens": self._query_lens,
+                "computed": self._computed,
+                "samples": self._samples,
+                "logits_indices": self._logits_indices,
+            },
+            self._block_shift,
+        )
+        self._views: _StepViews | None = None
 
     def __contains__(self, req_id: str) -> bool:
         return req_id in self._row_of
@@ -153,81 +197,76 @@ class InputBatch:
     def append_tokens(self, rows: IntArray, token_ids: Sequence[int]) -> None:
         """Append one sampled token to each of `rows`."""
         # A sequence that has just reached max_model_len ends with this token, which nothing reads again.
-        columns = self._num_tokens[rows]
-        fits = columns < self._max_model_len
-        self._token_ids[rows[fits], columns[fits]] = np.asarray(token_ids, dtype=np.int64)[fits]
-        self._num_tokens[rows] += 1
+        self._preparer.append(rows, token_ids)
 
     def prepare(self, num_scheduled_tokens: Mapping[str, int]) -> StepInputs:
-        """The inputs of a step over these sequences and numbers of query tokens.
+        """The inputs of a step over these sequences and numbers of query tokens, valid until the next step's.
 
         Raises:
             RuntimeError: the scheduler's and the worker's idea of a sequence differ.
         """
-        rows = np.array([self._row_of[req_id] for req_id in num_scheduled_tokens], dtype=np.int64)
-        query_lens = np.array(list(num_scheduled_tokens.values()), dtype=np.int64)
-        order = rows.argsort()
-        rows, query_lens = rows[order], query_lens[order]
-        num_seqs = len(rows)
-        computed = self._num_computed[rows]
-        seq_lens = computed + query_lens
-        self._check(rows, query_lens, seq_lens)
-
-        query_start_loc = np.zeros(num_seqs + 1, dtype=np.int64)
-        np.cumsum(query_lens, out=query_start_loc[1:])
-        num_tokens = int(query_start_loc[-1])
+        scheduled = [self._row_of[req_id] for req_id in num_scheduled_tokens]
+        num_tokens, max_query_len, max_seq_len, num_samples, wrong_row = self._preparer.prepare(
+            scheduled, list(num_scheduled_tokens.values())
+        )
+        if wrong_row >= 0:
+            raise self._misfit(wrong_row, num_scheduled_tokens)
         if num_tokens > len(self._positions):
             raise RuntimeError(f"{num_tokens} tokens are scheduled, max_num_batched_tokens is {len(self._positions)}")
-        token_rows = rows if num_tokens == num_seqs else rows.repeat(query_lens)  # [num_tokens]
-        positions = self._positions[:num_tokens]
-        if num_tokens == num_seqs:
-            positions[:] = computed
-        else:
-            np.subtract(self._arange[:num_tokens], (query_start_loc[:-1] - computed).repeat(query_lens), out=positions)
-        self._input_ids[:num_tokens] = self._token_ids[token_rows, positions]
-        blocks = self._block_table[token_rows, positions >> self._block_shift]
-        slots = self._slot_mapping[:num_tokens]
-        np.multiply(blocks, self._block_size, out=slots)
-        slots += positions & (self._block_size - 1)
-        self._query_start_loc[: num_seqs + 1] = query_start_loc
-        self._seq_lens[:num_seqs] = seq_lens
-
-        max_seq_len = int(seq_lens.max())
+        num_seqs = len(scheduled)
+        views = self._views
+        if views is None or (views.num_seqs, views.num_tokens) != (num_seqs, num_tokens) or self._device.type != "cpu":
+            views = self._views = self._new_views(num_seqs, num_tokens)
+        rows = views.rows
         metadata = AttentionMetadata(
             num_seqs=num_seqs,
             num_tokens=num_tokens,
-            max_query_len=int(query_lens.max()),
+            max_query_len=max_query_len,
             max_seq_len=max_seq_len,
-            query_start_loc=self._on_device(self._query_start_loc[: num_seqs + 1]),
-            seq_lens=self._on_device(self._seq_lens[:num_seqs]),
+            query_start_loc=views.query_start_loc,
+            seq_lens=views.seq_lens,
             block_table=self._on_device(self._blocks_of(rows, -(-max_seq_len // self._block_size))),
-            slot_mapping=self._on_device(slots),
+            slot_mapping=views.slot_mapping,
         )
         return StepInputs(
             req_ids=[self._req_ids[row] for row in rows.tolist()],
             rows=rows,
-            query_lens=query_lens,
-            num_computed_tokens=computed,
-            samples=seq_lens == self._num_tokens[rows],
-            input_ids=self._on_device(self._input_ids[:num_tokens]),
-            positions=self._on_device(positions),
+            query_lens=views.query_lens,
+            num_computed_tokens=views.computed,
+            samples=views.samples,
+            logits_indices=self._logits_indices[:num_samples],
+            input_ids=views.input_ids,
+            positions=views.positions,
             metadata=metadata,
-            query_start_loc=query_start_loc,
+            query_start_loc=self._query_start_loc[: num_seqs + 1],
         )
 
     def token_ids(self, row: int) -> IntArray:
         """A view of a row's token ids [num_tokens]."""
         return self._token_ids[row, : self._num_tokens[row]]
 
-    def _check(self, rows: IntArray, query_lens: IntArray, seq_lens: IntArray) -> None:
-        num_tokens, num_blocks = self._num_tokens[rows], self._num_blocks[rows]
-        wrong = (query_lens < 1) | (seq_lens > num_tokens) | (seq_lens > num_blocks << self._block_shift)
-        if wrong.any():
-            i = int(wrong.argmax())
-            raise RuntimeError(
-                f"sequence {self._req_ids[rows[i]]} is scheduled up to token {seq_lens[i]}, {query_lens[i]} of them now, "
-                f"but has {num_tokens[i]} tokens and {num_blocks[i]} blocks of {self._block_size}"
-            )
+    def _misfit(self, row: int, num_scheduled_tokens: Mapping[str, int]) -> RuntimeError:
+        req_id = self._req_ids[row]
+        query_len = num_scheduled_tokens[req_id]
+        return RuntimeError(
+            f"sequence {req_id} is scheduled up to token {self._num_computed[row] + query_len}, {query_len} of them now, "
+            f"but has {self._num_tokens[row]} tokens and {self._num_blocks[row]} blocks of {self._block_size}"
+        )
+
+    def _new_views(self, num_seqs: int, num_tokens: int) -> _StepViews:
+        return _StepViews(
+            num_seqs=num_seqs,
+            num_tokens=num_tokens,
+            rows=self._rows[:num_seqs],
+            query_lens=self._query_lens[:num_seqs],
+            computed=self._computed[:num_seqs],
+            samples=self._samples[:num_seqs],
+            input_ids=self._on_device(self._input_ids[:num_tokens]),
+            positions=self._on_device(self._positions[:num_tokens]),
+            slot_mapping=self._on_device(self._slot_mapping[:num_tokens]),
+            query_start_loc=self._on_device(self._query_start_loc[: num_seqs + 1]),
+            seq_lens=self._on_device(self._seq_lens[:num_seqs]),
+        )
 
     def _blocks_of(self, rows: IntArray, num_columns: int) -> npt.NDArray[np.int32]:
         """Block tables [num_seqs, num_columns] of `rows`: no copy where they are the first rows, as in most steps."""

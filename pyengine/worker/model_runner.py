@@ -169,16 +169,18 @@ class ModelRunner:
 
     def _sample(self, inputs: StepInputs, hidden: Tensor, output: ModelRunnerOutput) -> None:
         """Sample the sequences that reached their last token; `hidden` is [num_tokens, hidden_size]."""
-        sampling = np.flatnonzero(inputs.samples)
-        if len(sampling) == 0:
+        indices = inputs.logits_indices  # [num_rows], of query tokens
+        if len(indices) == 0:
             return
-        last = inputs.query_start_loc[1:][sampling] - 1  # [num_rows], indices of query tokens
-        if len(last) != len(hidden):
-            hidden = hidden.index_select(0, torch.from_numpy(last).to(hidden.device))
-        req_ids = [inputs.req_ids[i] for i in sampling.tolist()]
+        req_ids, rows = inputs.req_ids, inputs.rows
+        if len(indices) != len(rows):
+            sampling = np.flatnonzero(inputs.samples)
+            req_ids, rows = [req_ids[i] for i in sampling.tolist()], rows[sampling]
+        if len(indices) != len(hidden):
+            hidden = hidden.index_select(0, torch.from_numpy(indices).to(hidden.device))
         states = [self._requests[req_id].sampling for req_id in req_ids]
         result = self._sampler.sample(self._step.compute_logits(hidden), states)
-        self._batch.append_tokens(inputs.rows[sampling], result.token_ids)
+        self._batch.append_tokens(rows, result.token_ids)
         for i, req_id in enumerate(req_ids):
             if i in result.errors:
                 output.failed_req_ids.setdefault(req_id, result.errors[i])

@@ -51,9 +51,7 @@ def test_registered_schemas_equal_the_documented(namespace: str) -> None:
 
 
 def test_emulated_lacks_what_the_document_says() -> None:
-    assert (
-        "The ops of matrix products (from `pack_linear_weight` on) are for CPU tensors and in `pyengine` alone" in ARCHITECTURE
-    )
+    assert "The ops of matrix products and `argmax` (from `pack_linear_weight` on) are for CPU tensors" in ARCHITECTURE
     assert registered("pyengine").keys() - registered("pyengine_emulated").keys() == set(CPU_OPS)
     assert CPU_OPS[0] == "pack_linear_weight"
 
@@ -179,6 +177,7 @@ def sample_inputs(namespace: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
         "pack_quantized_weight": lambda: (uint8(2, 3, 544), uint8(20, 3 * 34), "Q8_0"),
         "quantized_linear": lambda: (torch.empty(3, 20), torch.randn(3, 96), uint8(2, 3, 544), "Q8_0", torch.randn(20)),
         "quantized_embedding": lambda: (torch.empty(3, 96), torch.tensor([0, 7, 20]), uint8(2, 3, 544), "Q8_0"),
+        "argmax": lambda: (torch.empty(3, dtype=torch.int64), torch.empty(3), torch.randn(3, 50)),
     }
 
 

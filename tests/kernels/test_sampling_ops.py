@@ -108,3 +108,20 @@ def test_bitmask(backend: KernelBackend, vocab: int) -> None:
     expected = logits.masked_fill(~allowed, -torch.inf)
     backend.ops.apply_bitmask(logits, bitmask)
     assert_same_bits(logits, expected)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 7, 16, 255, 256, 257, 1000, 49_152])
+def test_argmax_is_numpys(vocab_size: int, cpu_backend: KernelBackend) -> None:
+    """Ties, infinities and NaNs at any place of a row."""
+    generator = np.random.default_rng(vocab_size)
+    rows = generator.integers(-50, 50, (40, vocab_size + 5)).astype(np.float32)[:, :vocab_size]
+    for i, value in enumerate([np.nan, np.inf, -np.inf, np.nan, 77.0, np.inf] * 5):
+        rows[i, generator.integers(0, vocab_size, 1 + i // 6)] = value
+    rows[30, :] = -np.inf
+    rows[31, :] = np.nan
+    rows[32, vocab_size // 2 :] = np.nan
+    rows[33, :] = np.inf
+    token_ids, maxima = torch.full((40,), -7), torch.empty(40)
+    cpu_backend.ops.argmax(token_ids, maxima, torch.from_numpy(rows))
+    assert token_ids.tolist() == rows.argmax(axis=1).tolist()
+    np.testing.assert_array_equal(maxima.numpy(), rows.max(axis=1))

@@ -1,0 +1,67 @@
+#include "input_batch.h"
+
+#include <algorithm>
+#include <numeric>
+
+namespace pyengine {
+namespace {
+
+void fill_tokens(const BatchRows& batch, const BatchBuffers& out, int64_t row, int64_t first, int64_t count, int64_t token) {
+  const int64_t* token_ids = batch.token_ids + row * batch.max_model_len;
+  const int32_t* blocks = batch.block_table + row * batch.max_blocks;
+  const int64_t offset_mask = (int64_t{1} << batch.block_shift) - 1;
+  for (int64_t position = first; position < first + count; position++, token++) {
+    out.input_ids[token] = token_ids[position];
+    out.positions[token] = position;
+    out.slot_mapping[token] =
+        (static_cast<int64_t>(blocks[position >> batch.block_shift]) << batch.block_shift) + (position & offset_mask);
+  }
+}
+
+}  // namespace
+
+StepSizes prepare_step(const BatchRows& batch, const BatchBuffers& out, const std::vector<int64_t>& rows,
+                       const std::vector<int64_t>& query_lens) {
+  StepSizes sizes = {0, 0, 0, 0, -1};
+  std::vector<int64_t> order(rows.size());
+  std::iota(order.begin(), order.end(), 0);
+  if (!std::is_sorted(rows.begin(), rows.end())) {
+    std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return rows[a] < rows[b]; });
+  }
+  for (size_t i = 0; i < order.size(); i++) {
+    const int64_t row = rows[order[i]], count = query_lens[order[i]], computed = batch.num_computed[row];
+    const int64_t seq_len = computed + count;
+    out.rows[i] = row;
+    out.query_lens[i] = count;
+    out.computed[i] = computed;
+    if (count < 1 || seq_len > batch.num_tokens[row] || seq_len > batch.num_blocks[row] << batch.block_shift) {
+      sizes.wrong_row = row;
+      return sizes;
+    }
+    sizes.num_tokens += count;
+  }
+  if (sizes.num_tokens > out.max_num_tokens) return sizes;
+  int64_t token = 0;
+  out.query_start_loc[0] = 0;
+  for (size_t i = 0; i < order.size(); i++) {
+    const int64_t seq_len = out.computed[i] + out.query_lens[i];
+    fill_tokens(batch, out, out.rows[i], out.computed[i], out.query_lens[i], token);
+    token += out.query_lens[i];
+    out.query_start_loc[i + 1] = static_cast<int32_t>(token);
+    out.seq_lens[i] = static_cast<int32_t>(seq_len);
+    out.samples[i] = seq_len == batch.num_tokens[out.rows[i]];
+    if (out.samples[i]) out.logits_indices[sizes.num_samples++] = token - 1;
+    sizes.max_query_len = std::max(sizes.max_query_len, out.query_lens[i]);
+    sizes.max_seq_len = std::max(sizes.max_seq_len, seq_len);
+  }
+  return sizes;
+}
+
+void append_tokens(const BatchRows& batch, const int64_t* rows, const std::vector<int64_t>& token_ids) {
+  for (size_t i = 0; i < token_ids.size(); i++) {
+    const int64_t row = rows[i], column = batch.num_tokens[row]++;
+    if (column < batch.max_model_len) batch.token_ids[row * batch.max_model_len + column] = token_ids[i];
+  }
+}
+
+}  // namespace pyengine
