@@ -60,6 +60,10 @@ class Batch:
         return self.num_seqs * self.query_len
 
 
+#: What a step runs beside the kernels whose limits are of interest.
+_LOOKUPS = ("quantized_embedding", "copy", "gather", "argmax")
+
+
 @dataclass(frozen=True)
 class Cost:
     """What a kernel must move and compute at least."""
@@ -135,10 +139,10 @@ class Profiler:
         trace.calls.clear()
         caches = [pool.layer(index) for index in range(checkpoint.arch.num_layers)]
         self._runner = ReplayedStepRunner(model, caches, max_num_tokens=max_tokens, max_num_rows=max_tokens)
-        self._calls = [call for call in trace.calls if call[0] != "quantized_embedding"]  # which no plan has
+        self._calls = [call for call in trace.calls if call[0] != "quantized_embedding"]
 
     def runs(self, batch: Batch, repeats: int, after_each: Callable[[], None]) -> list[list[tuple[str, float]]]:
-        """Each run's kernels in order, and their seconds. The embedding, a lookup, is not among them."""
+        """Each run's kernels in order, and their seconds."""
         inputs = self._inputs(batch)
         runs = []
         for _ in range(repeats + 2):
@@ -152,7 +156,7 @@ class Profiler:
         result = []
         for index, (name, _) in enumerate(runs[0]):
             seconds = statistics.median(run[index][1] for run in runs)
-            if name == "copy":
+            if name in _LOOKUPS:
                 result.append((Cost(name, 0.0, 0.0, "fp32"), seconds))
                 continue
             op, args = next(calls)

@@ -1,6 +1,7 @@
 #include "input_batch.h"
 
 #include <algorithm>
+#include <cstring>
 #include <numeric>
 
 namespace pyengine {
@@ -55,6 +56,32 @@ StepSizes prepare_step(const BatchRows& batch, const BatchBuffers& out, const st
     sizes.max_seq_len = std::max(sizes.max_seq_len, seq_len);
   }
   return sizes;
+}
+
+cpu::StepInputs step_inputs(const BatchRows& batch, const BatchBuffers& out, const StepSizes& sizes, int64_t num_seqs) {
+  cpu::StepInputs inputs{};
+  inputs.num_tokens = static_cast<int32_t>(sizes.num_tokens);
+  inputs.num_seqs = static_cast<int32_t>(num_seqs);
+  inputs.max_query_len = static_cast<int32_t>(sizes.max_query_len);
+  inputs.max_seq_len = static_cast<int32_t>(sizes.max_seq_len);
+  inputs.input_ids = out.input_ids;
+  inputs.positions = out.positions;
+  inputs.slot_mapping = out.slot_mapping;
+  inputs.query_start_loc = out.query_start_loc;
+  inputs.seq_lens = out.seq_lens;
+  inputs.block_table = batch.block_table;
+  inputs.block_table_stride = batch.max_blocks;
+  inputs.num_logits = static_cast<int32_t>(sizes.num_samples);
+  inputs.logits_indices = out.logits_indices;
+  if (out.rows[num_seqs - 1] != num_seqs - 1) {
+    const int64_t used = (sizes.max_seq_len + (int64_t{1} << batch.block_shift) - 1) >> batch.block_shift;
+    for (int64_t i = 0; i < num_seqs; i++) {
+      memcpy(out.gathered_blocks + i * batch.max_blocks, batch.block_table + out.rows[i] * batch.max_blocks,
+             used * sizeof(int32_t));
+    }
+    inputs.block_table = out.gathered_blocks;
+  }
+  return inputs;
 }
 
 void append_tokens(const BatchRows& batch, const int64_t* rows, const std::vector<int64_t>& token_ids) {

@@ -3,6 +3,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "../cpu/step_plan.h"
+
 namespace pyengine {
 
 // What is kept of each sequence, a row each; InputBatch (Python) owns the memory.
@@ -28,6 +30,7 @@ struct BatchBuffers {
   int64_t* computed;         // [max_num_seqs]
   bool* samples;             // [max_num_seqs], whether the step reaches the sequence's last token
   int64_t* logits_indices;   // [max_num_seqs], query tokens that logits are wanted of
+  int32_t* gathered_blocks;  // [max_num_seqs, max_blocks], block tables where they are not the first rows'
   int64_t max_num_tokens;
 };
 
@@ -40,6 +43,9 @@ struct StepSizes {
 // is valid.
 StepSizes prepare_step(const BatchRows& batch, const BatchBuffers& out, const std::vector<int64_t>& rows,
                        const std::vector<int64_t>& query_lens);
+
+// The same as a StepInputs. Block tables are the first rows where these are the step's, and gathered otherwise.
+cpu::StepInputs step_inputs(const BatchRows& batch, const BatchBuffers& out, const StepSizes& sizes, int64_t num_seqs);
 
 // Appends token_ids[i] to row rows[i]. One that reaches beyond max_model_len ends its sequence, and nothing reads it again.
 void append_tokens(const BatchRows& batch, const int64_t* rows, const std::vector<int64_t>& token_ids);

@@ -20,10 +20,10 @@ class StepPreparer {
     batch_ = {array<int64_t>("token_ids"),  array<int32_t>("block_table"),  array<int64_t>("num_tokens"),
               array<int64_t>("num_blocks"), array<int64_t>("num_computed"), shape("token_ids", 0),
               shape("token_ids", 1),        shape("block_table", 1),        block_shift};
-    out_ = {array<int64_t>("input_ids"),       array<int64_t>("positions"), array<int64_t>("slot_mapping"),
-            array<int32_t>("query_start_loc"), array<int32_t>("seq_lens"),  array<int64_t>("rows"),
-            array<int64_t>("query_lens"),      array<int64_t>("computed"),  array<bool>("samples"),
-            array<int64_t>("logits_indices"),  shape("input_ids", 0)};
+    out_ = {array<int64_t>("input_ids"),       array<int64_t>("positions"),       array<int64_t>("slot_mapping"),
+            array<int32_t>("query_start_loc"), array<int32_t>("seq_lens"),        array<int64_t>("rows"),
+            array<int64_t>("query_lens"),      array<int64_t>("computed"),        array<bool>("samples"),
+            array<int64_t>("logits_indices"),  array<int32_t>("gathered_blocks"), shape("input_ids", 0)};
   }
 
   std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t> prepare(const std::vector<int64_t>& rows,
@@ -31,8 +31,13 @@ class StepPreparer {
     if (rows.size() != query_lens.size()) throw std::invalid_argument("rows and query_lens differ in length");
     check_rows(rows.data(), rows.size());
     const StepSizes s = prepare_step(batch_, out_, rows, query_lens);
+    if (s.wrong_row < 0 && s.num_tokens <= out_.max_num_tokens && !rows.empty()) {
+      inputs_ = step_inputs(batch_, out_, s, static_cast<int64_t>(rows.size()));
+    }
     return {s.num_tokens, s.max_query_len, s.max_seq_len, s.num_samples, s.wrong_row};
   }
+
+  const cpu::StepInputs& inputs() const { return inputs_; }
 
   void append(const pybind11::array_t<int64_t, pybind11::array::c_style>& rows, const std::vector<int64_t>& token_ids) {
     if (static_cast<size_t>(rows.size()) != token_ids.size())
@@ -58,6 +63,7 @@ class StepPreparer {
   pybind11::dict arrays_;  // keeps the memory
   BatchRows batch_{};
   BatchBuffers out_{};
+  cpu::StepInputs inputs_{};
 };
 
 inline void define_input_batch(pybind11::module_& m) {
@@ -66,6 +72,8 @@ inline void define_input_batch(pybind11::module_& m) {
       .def(pybind11::init<pybind11::dict, int>(), arg("arrays"), arg("block_shift"))
       .def("prepare", &StepPreparer::prepare, arg("rows"), arg("query_lens"),
            "Fill the step's arrays; (num_tokens, max_query_len, max_seq_len, num_samples, wrong_row).")
+      .def_property_readonly("inputs", &StepPreparer::inputs, pybind11::return_value_policy::reference_internal,
+                             "The StepInputs of the step that was prepared last; always the same object.")
       .def("append", &StepPreparer::append, arg("rows"), arg("token_ids"), "Append a sampled token to each row.");
 }
 

@@ -5,7 +5,7 @@
 #pragma once
 #include <torch/csrc/stable/library.h>
 
-#include "../cpu/step_plan.h"
+#include "../cpu/launch.h"
 #include "cuda_stream.h"
 #include "tensor_arg.h"
 

@@ -25,7 +25,9 @@ double now_seconds() {
 template <class Params, class Inputs, class Fn>
 void for_each_input(Params& p, Inputs& in, const Fn& fn) {
   using P = std::remove_const_t<Params>;
-  if constexpr (std::is_same_v<P, RotaryParams>) {
+  if constexpr (std::is_same_v<P, QuantizedEmbeddingParams>) {
+    fn(p.indices, in.input_ids);
+  } else if constexpr (std::is_same_v<P, RotaryParams>) {
     fn(p.positions, in.positions);
   } else if constexpr (std::is_same_v<P, ReshapeAndCacheParams>) {
     if (p.positions != nullptr) fn(p.positions, in.positions);
@@ -41,13 +43,20 @@ void for_each_input(Params& p, Inputs& in, const Fn& fn) {
   }
 }
 
+// How many rows an op has.
+template <class P>
+int32_t& num_rows(P& p) {
+  return p.num_tokens;
+}
+int32_t& num_rows(ArgmaxParams& p) { return p.num_rows; }
+
 // Ops whose rows are tokens, and which read nothing else that changes from step to step.
 template <class P>
 constexpr bool kRecordable =
     std::is_same_v<P, RmsNormParams> || std::is_same_v<P, RotaryParams> || std::is_same_v<P, ActAndMulParams> ||
     std::is_same_v<P, LinearParams> || std::is_same_v<P, QuantizedLinearParams> || std::is_same_v<P, CheckpointLinearParams> ||
     std::is_same_v<P, QuantizeRowsParams> || std::is_same_v<P, ReshapeAndCacheParams> ||
-    std::is_same_v<P, PagedAttentionParams>;
+    std::is_same_v<P, PagedAttentionParams> || std::is_same_v<P, QuantizedEmbeddingParams> || std::is_same_v<P, ArgmaxParams>;
 
 const char* copy_rows(const CopyRowsParams& p) {
   for (int64_t row = 0; row < p.num_tokens; row++) {
@@ -89,11 +98,12 @@ void StepPlan::record(const char* op, Kernel<Params> kernel, const Params& param
     bool own = true;
     for_each_input(params, recorded_, [&](const auto& value, const auto& recorded) { own = own && value == recorded; });
     if (!own) fail_op(op, "cannot be recorded: it reads inputs of another step");
-    const int32_t rows = rows_per_token(op, params.num_tokens);
-    ops_.push_back({op, [kernel, params, rows](const StepInputs& inputs) {
-                      Params p = params;
+    Params recorded = params;
+    const int32_t rows = rows_per_token(op, num_rows(recorded));
+    ops_.push_back({op, [kernel, recorded, rows](const StepInputs& inputs) {
+                      Params p = recorded;
                       for_each_input(p, inputs, [](auto& value, const auto& input) { value = input; });
-                      p.num_tokens = rows * inputs.num_tokens;
+                      num_rows(p) = rows * inputs.num_tokens;
                       return (kernels().*kernel)(p);
                     }});
   } else {
@@ -112,6 +122,18 @@ void StepPlan::record_copy(const CopyRowsParams& params) {
                   }});
 }
 
+void StepPlan::record_gather(const CopyRowsParams& params, Indices indices) {
+  rows_per_token("gather", params.num_tokens);
+  ops_.push_back({"gather", [params, indices](const StepInputs& inputs) -> const char* {
+                    const int64_t* index = indices == Indices::kInputIds ? inputs.input_ids : inputs.logits_indices;
+                    for (int64_t row = 0; index != nullptr && row < inputs.num_tokens; row++) {
+                      memcpy(static_cast<char*>(params.dst) + row * params.row_bytes,
+                             static_cast<const char*>(params.src) + index[row] * params.src_stride, params.row_bytes);
+                    }
+                    return nullptr;
+                  }});
+}
+
 // Launchers check the values of a step's inputs for each op; here it is done once.
 void StepPlan::check(const StepInputs& inputs) const {
   if (recording_plan != nullptr) throw std::logic_error("a step cannot run while this thread records one");
@@ -119,7 +141,8 @@ void StepPlan::check(const StepInputs& inputs) const {
     fail("has " + std::to_string(inputs.num_tokens) + " tokens, it was recorded for 1 to " +
          std::to_string(recorded_.num_tokens));
   }
-  if ((recorded_.positions != nullptr) != (inputs.positions != nullptr) ||
+  if ((recorded_.input_ids != nullptr && inputs.input_ids == nullptr) ||
+      (recorded_.positions != nullptr) != (inputs.positions != nullptr) ||
       (recorded_.slot_mapping != nullptr) != (inputs.slot_mapping != nullptr) ||
       (recorded_.block_table != nullptr) != (inputs.block_table != nullptr) ||
       (recorded_.query_start_loc != nullptr) != (inputs.query_start_loc != nullptr) ||

@@ -9,19 +9,22 @@
 #include <functional>
 #include <vector>
 
-#include "kernel_table.h"
+#include "launch.h"
 
 namespace pyengine::cpu {
 
 // What a step brings. Pointers may be null where the recorded ops read no such thing.
 struct StepInputs {
   int32_t num_tokens, num_seqs, max_query_len, max_seq_len;
+  const int64_t* input_ids;        // [num_tokens]
   const int64_t* positions;        // [num_tokens]
   const int64_t* slot_mapping;     // [num_tokens]
   const int32_t* query_start_loc;  // [num_seqs + 1]
   const int32_t* seq_lens;         // [num_seqs]
   const int32_t* block_table;      // [num_seqs, max_blocks], rows block_table_stride apart
   int64_t block_table_stride;
+  int32_t num_logits;             // rows that logits are wanted of
+  const int64_t* logits_indices;  // [num_logits], of query tokens
 };
 
 // Rows copied to where they lie end to end, for tensors that a model makes dense.
@@ -31,9 +34,6 @@ struct CopyRowsParams {
   int64_t row_bytes, src_stride;
   int32_t num_tokens;
 };
-
-template <class Params>
-using Kernel = const char* (*KernelTable::*)(const Params&);
 
 class StepPlan {
  public:
@@ -48,11 +48,16 @@ class StepPlan {
   template <class Params>
   void record(const char* op, Kernel<Params> kernel, const Params& params);
   void record_copy(const CopyRowsParams& params);
+  // Row i of dst will be row input_ids[i], or logits_indices[i], of src; what dst holds already if the step has no such
+  // indices.
+  enum class Indices { kInputIds, kLogits };
+  void record_gather(const CopyRowsParams& params, Indices indices);
 
   // Runs the step. `seconds`, if given, gets the time of each op. Throws std::invalid_argument where the inputs do not fit the
   // plan or each other, or a kernel says that it cannot run.
   void run(const StepInputs& inputs, std::vector<double>* seconds = nullptr) const;
 
+  int32_t max_num_tokens() const { return recorded_.num_tokens; }
   int num_ops() const { return static_cast<int>(ops_.size()); }
   const char* op_name(int index) const { return ops_[index].name; }
 
@@ -68,9 +73,5 @@ class StepPlan {
   StepInputs recorded_{};
   std::vector<Op> ops_;
 };
-
-// What a launcher does with checked parameters: runs the kernel, or hands it to the plan that records.
-template <class Params>
-void launch(const char* op, Kernel<Params> kernel, const Params& params);
 
 }  // namespace pyengine::cpu

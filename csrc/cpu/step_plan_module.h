@@ -11,20 +11,41 @@
 
 namespace pyengine::cpu {
 
-// Addresses are those of int64 (positions, slot_mapping) and int32 arrays, 0 for none.
+// Addresses are those of int64 (ids, positions, slot_mapping) and int32 arrays, 0 for none.
 inline StepInputs step_inputs(int32_t num_tokens, int32_t num_seqs, int32_t max_query_len, int32_t max_seq_len,
-                              uintptr_t positions, uintptr_t slot_mapping, uintptr_t query_start_loc, uintptr_t seq_lens,
-                              uintptr_t block_table, int64_t block_table_stride) {
+                              uintptr_t input_ids, uintptr_t positions, uintptr_t slot_mapping, uintptr_t query_start_loc,
+                              uintptr_t seq_lens, uintptr_t block_table, int64_t block_table_stride) {
   return {num_tokens,
           num_seqs,
           max_query_len,
           max_seq_len,
+          reinterpret_cast<const int64_t*>(input_ids),
           reinterpret_cast<const int64_t*>(positions),
           reinterpret_cast<const int64_t*>(slot_mapping),
           reinterpret_cast<const int32_t*>(query_start_loc),
           reinterpret_cast<const int32_t*>(seq_lens),
           reinterpret_cast<const int32_t*>(block_table),
-          block_table_stride};
+          block_table_stride,
+          0,
+          nullptr};
+}
+
+// Runs a step, then the logits of the tokens that are sampled after. `token_ids` and `maxima` are the addresses of what the
+// second plan finds of each row: its most likely token (int64) and that one's logit (fp32). Returns both.
+inline std::pair<std::vector<int64_t>, std::vector<float>> run_step(const StepPlan& forward, const StepPlan& logits,
+                                                                    const StepInputs& inputs, uintptr_t token_ids,
+                                                                    uintptr_t maxima) {
+  const int64_t* best = reinterpret_cast<const int64_t*>(token_ids);
+  const float* best_logits = reinterpret_cast<const float*>(maxima);
+  {
+    const pybind11::gil_scoped_release release;
+    forward.run(inputs);
+    StepInputs rows{};
+    rows.num_tokens = inputs.num_logits;
+    rows.logits_indices = inputs.logits_indices;
+    if (rows.num_tokens > 0) logits.run(rows);
+  }
+  return {{best, best + inputs.num_logits}, {best_logits, best_logits + inputs.num_logits}};
 }
 
 inline std::vector<std::pair<std::string, double>> timed_run(const StepPlan& plan, const StepInputs& inputs) {
@@ -42,8 +63,8 @@ inline void define_step_plan(pybind11::module_& m) {
   using pybind11::arg;
   pybind11::class_<StepInputs>(m, "StepInputs", "Sizes of a step, and the addresses of what it brings (0: nothing).")
       .def(pybind11::init(&step_inputs), arg("num_tokens"), arg("num_seqs") = 0, arg("max_query_len") = 0,
-           arg("max_seq_len") = 0, arg("positions") = 0, arg("slot_mapping") = 0, arg("query_start_loc") = 0,
-           arg("seq_lens") = 0, arg("block_table") = 0, arg("block_table_stride") = 0);
+           arg("max_seq_len") = 0, arg("input_ids") = 0, arg("positions") = 0, arg("slot_mapping") = 0,
+           arg("query_start_loc") = 0, arg("seq_lens") = 0, arg("block_table") = 0, arg("block_table_stride") = 0);
   pybind11::class_<StepPlan>(m, "StepPlan", "A step's kernels, recorded once and run again by one call.")
       .def(pybind11::init<>())
       .def("begin_recording", &StepPlan::begin_recording, arg("inputs"),
@@ -56,11 +77,22 @@ inline void define_step_plan(pybind11::module_& m) {
                 {reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), row_bytes, src_stride, num_rows});
           },
           arg("dst"), arg("src"), arg("row_bytes"), arg("src_stride"), arg("num_rows"))
+      .def(
+          "record_gather",
+          [](StepPlan& plan, uintptr_t dst, uintptr_t src, int64_t row_bytes, int64_t src_stride, int32_t num_rows,
+             bool of_logits) {
+            plan.record_gather(
+                {reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), row_bytes, src_stride, num_rows},
+                of_logits ? StepPlan::Indices::kLogits : StepPlan::Indices::kInputIds);
+          },
+          arg("dst"), arg("src"), arg("row_bytes"), arg("src_stride"), arg("num_rows"), arg("of_logits"))
       .def_property_readonly("num_ops", &StepPlan::num_ops)
       .def(
           "run", [](const StepPlan& plan, const StepInputs& inputs) { plan.run(inputs); }, arg("inputs"),
           pybind11::call_guard<pybind11::gil_scoped_release>(), "Run the step; other threads may run Python meanwhile.")
       .def("timed_run", &timed_run, arg("inputs"), "Run the step and return (op, seconds) of each op, in order.");
+  m.def("run_step", &run_step, arg("forward"), arg("logits"), arg("inputs"), arg("token_ids"), arg("maxima"),
+        "Run a step and its logits; each sampled row's most likely token and that one's logit.");
 }
 
 }  // namespace pyengine::cpu

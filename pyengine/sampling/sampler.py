@@ -96,15 +96,18 @@ class Sampler:
         self._drawer = TokenDrawer(vocab_size)
         self._cpu_argmax = get_ops("cpu").argmax
 
-    def sample(self, logits: Tensor, states: Sequence[SamplingState]) -> SamplerOutput:
+    def sample(
+        self, logits: Tensor, states: Sequence[SamplingState], best: tuple[list[int], list[float]] | None = None
+    ) -> SamplerOutput:
         """Choose a token for each row and add it to the row's state.
 
         Args:
             logits: fp32 [num_rows, vocab_size]; left as it is.
             states: one a row.
+            best: each row's most likely token and its logit, as `Ops.argmax` finds them, where they are known.
         """
         output = SamplerOutput([-1] * len(states), [None] * len(states))
-        best, maxima = self._argmax(logits)
+        token_ids, maxima = self._argmax(logits) if best is None else best
         others = [i for i, state in enumerate(states) if not state.takes_argmax]
         host: dict[int, Row] = {}
         if others:
@@ -114,7 +117,7 @@ class Sampler:
         for i, state in enumerate(states):
             try:
                 check_finite(maxima[i])
-                token_id = best[i]
+                token_id = token_ids[i]
                 if i in host:
                     token_id = self._sample_row(host[i], token_id, state)
                     if state.params.logprobs is not None:

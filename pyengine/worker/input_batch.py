@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,28 +33,32 @@ class StepInputs:
     query_lens: IntArray  # [num_seqs]
     num_computed_tokens: IntArray  # [num_seqs], before this step
     samples: npt.NDArray[np.bool_]  # [num_seqs], whether the step reaches the sequence's last token
+    num_samples: int
     logits_indices: IntArray  # [num_samples], the last query token of each sequence that samples
     input_ids: Tensor  # int64 [num_tokens], on the device
     positions: Tensor  # int64 [num_tokens], on the device
     metadata: AttentionMetadata
     query_start_loc: npt.NDArray[np.int32]  # [num_seqs + 1], on the host
+    recorded: Any  # the step as a recorded one takes it (`StepInputs` of the core)
 
 
 @dataclass(slots=True)
 class _StepViews:
-    """The parts of the buffers that steps of one size use. On a CPU they serve every step of that size."""
+    """The parts of the buffers that steps of one size use."""
 
-    num_seqs: int
-    num_tokens: int
+    sizes: tuple[int, int, int]  # num_seqs, num_tokens, num_samples
     rows: IntArray  # [num_seqs], as the three that follow
     query_lens: IntArray
     computed: IntArray
     samples: npt.NDArray[np.bool_]
+    logits_indices: IntArray  # [num_samples]
+    host_query_start_loc: npt.NDArray[np.int32]  # [num_seqs + 1]
     input_ids: Tensor  # [num_tokens], as the two that follow
     positions: Tensor
     slot_mapping: Tensor
     query_start_loc: Tensor  # [num_seqs + 1]
     seq_lens: Tensor  # [num_seqs]
+    block_table: Tensor | None = None  # [num_seqs, max_blocks], where it is the first rows of the batch's
 
 
 class InputBatch:
@@ -121,6 +126,7 @@ class InputBatch:
                 "computed": self._computed,
                 "samples": self._samples,
                 "logits_indices": self._logits_indices,
+                "gathered_blocks": self._gathered_blocks,
             },
             self._block_shift,
         )
@@ -213,32 +219,31 @@ class InputBatch:
             raise self._misfit(wrong_row, num_scheduled_tokens)
         if num_tokens > len(self._positions):
             raise RuntimeError(f"{num_tokens} tokens are scheduled, max_num_batched_tokens is {len(self._positions)}")
-        num_seqs = len(scheduled)
-        views = self._views
-        if views is None or (views.num_seqs, views.num_tokens) != (num_seqs, num_tokens) or self._device.type != "cpu":
-            views = self._views = self._new_views(num_seqs, num_tokens)
-        rows = views.rows
+        views = self._views_of((len(scheduled), num_tokens, num_samples))
+        is_whole = len(scheduled) == len(self._req_ids)
         metadata = AttentionMetadata(
-            num_seqs=num_seqs,
+            num_seqs=len(scheduled),
             num_tokens=num_tokens,
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
             query_start_loc=views.query_start_loc,
             seq_lens=views.seq_lens,
-            block_table=self._on_device(self._blocks_of(rows, -(-max_seq_len // self._block_size))),
+            block_table=self._blocks_of(views, -(-max_seq_len // self._block_size)),
             slot_mapping=views.slot_mapping,
         )
         return StepInputs(
-            req_ids=[self._req_ids[row] for row in rows.tolist()],
-            rows=rows,
+            req_ids=self._req_ids.copy() if is_whole else [self._req_ids[row] for row in views.rows.tolist()],
+            rows=views.rows,
             query_lens=views.query_lens,
             num_computed_tokens=views.computed,
             samples=views.samples,
-            logits_indices=self._logits_indices[:num_samples],
+            num_samples=num_samples,
+            logits_indices=views.logits_indices,
             input_ids=views.input_ids,
             positions=views.positions,
             metadata=metadata,
-            query_start_loc=self._query_start_loc[: num_seqs + 1],
+            query_start_loc=views.host_query_start_loc,
+            recorded=self._preparer.inputs,
         )
 
     def token_ids(self, row: int) -> IntArray:
@@ -253,29 +258,37 @@ class InputBatch:
             f"but has {self._num_tokens[row]} tokens and {self._num_blocks[row]} blocks of {self._block_size}"
         )
 
-    def _new_views(self, num_seqs: int, num_tokens: int) -> _StepViews:
-        return _StepViews(
-            num_seqs=num_seqs,
-            num_tokens=num_tokens,
+    def _views_of(self, sizes: tuple[int, int, int]) -> _StepViews:
+        """Those of a step of (num_seqs, num_tokens, num_samples). On a CPU they serve the next steps of these sizes, too."""
+        if self._views is not None and self._views.sizes == sizes and self._device.type == "cpu":
+            return self._views
+        num_seqs, num_tokens, num_samples = sizes
+        self._views = _StepViews(
+            sizes=sizes,
             rows=self._rows[:num_seqs],
             query_lens=self._query_lens[:num_seqs],
             computed=self._computed[:num_seqs],
             samples=self._samples[:num_seqs],
+            logits_indices=self._logits_indices[:num_samples],
+            host_query_start_loc=self._query_start_loc[: num_seqs + 1],
             input_ids=self._on_device(self._input_ids[:num_tokens]),
             positions=self._on_device(self._positions[:num_tokens]),
             slot_mapping=self._on_device(self._slot_mapping[:num_tokens]),
             query_start_loc=self._on_device(self._query_start_loc[: num_seqs + 1]),
             seq_lens=self._on_device(self._seq_lens[:num_seqs]),
         )
+        return self._views
 
-    def _blocks_of(self, rows: IntArray, num_columns: int) -> npt.NDArray[np.int32]:
-        """Block tables [num_seqs, num_columns] of `rows`: no copy where they are the first rows, as in most steps."""
-        num_seqs = len(rows)
-        if rows[-1] == num_seqs - 1:
-            return self._block_table[:num_seqs, :num_columns]
-        gathered = self._gathered_blocks[:num_seqs, :num_columns]
-        gathered[:] = self._block_table[rows, :num_columns]
-        return gathered
+    def _blocks_of(self, views: _StepViews, num_columns: int) -> Tensor:
+        """Block tables [num_seqs, num_columns or more]: no copy where they are the first rows, as in most steps."""
+        num_seqs = len(views.rows)
+        if views.rows[-1] != num_seqs - 1:
+            return self._on_device(self._gathered_blocks[:num_seqs, :num_columns])
+        if self._device.type != "cpu":
+            return self._on_device(self._block_table[:num_seqs, :num_columns])
+        if views.block_table is None:
+            views.block_table = torch.from_numpy(self._block_table[:num_seqs])
+        return views.block_table
 
     def _on_device(self, array: npt.NDArray[np.int32] | IntArray) -> Tensor:
         # The copy to a GPU waits: the buffer is written again before the next step's work is known to be done.

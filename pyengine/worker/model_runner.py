@@ -19,7 +19,13 @@ from pyengine.scheduler_output import ModelRunnerOutput, NewRequestData, Schedul
 from pyengine.worker.backend import Backend, KVPool
 from pyengine.worker.graph_runner import GraphStepRunner
 from pyengine.worker.input_batch import InputBatch, IntArray, RequestInputError, StepInputs
-from pyengine.worker.step_replay import StepRunner, create_step_runner
+from pyengine.worker.step_replay import (
+    ReplayedStepRunner,
+    StepLogits,
+    StepRunner,
+    create_step_runner,
+    without_torch_threads,
+)
 
 # Prompt log-probabilities need logits for every prompt token; this many rows at a time keep them small.
 _PROMPT_LOGITS_ROWS = 64
@@ -89,20 +95,32 @@ class ModelRunner:
             scheduled = {req_id: n for req_id, n in scheduled.items() if req_id not in output.failed_req_ids}
         if not scheduled:
             return output
-        with torch.inference_mode():
-            inputs = self._batch.prepare(scheduled)
-            self._backend.plan_attention(
-                inputs.metadata,
-                inputs.query_lens.tolist(),
-                (inputs.num_computed_tokens + inputs.query_lens).tolist(),
-                num_heads=self._arch.num_heads,
-                num_kv_heads=self._arch.num_kv_heads,
-                head_dim=self._arch.head_dim,
-            )
-            hidden = self._step.forward(inputs.input_ids, inputs.positions, inputs.metadata)
-            self._prompt_logprobs(inputs, hidden, output)
-            self._sample(inputs, hidden, output)
+        inputs = self._batch.prepare(scheduled)
+        step = self._step
+        wants_prompt = any(self._requests[req_id].num_prompt_logprobs is not None for req_id in inputs.req_ids)
+        if isinstance(step, ReplayedStepRunner) and not wants_prompt and step.covers(inputs):
+            self._sample(inputs, step.run(inputs), output)
+        else:
+            self._run_by_parts(inputs, output)
         return output
+
+    @without_torch_threads
+    def _run_by_parts(self, inputs: StepInputs, output: ModelRunnerOutput) -> None:
+        """Run the layers, then what is asked of the prompt tokens, then the logits of the last tokens."""
+        self._backend.plan_attention(
+            inputs.metadata,
+            inputs.query_lens.tolist(),
+            (inputs.num_computed_tokens + inputs.query_lens).tolist(),
+            num_heads=self._arch.num_heads,
+            num_kv_heads=self._arch.num_kv_heads,
+            head_dim=self._arch.head_dim,
+        )
+        hidden = self._step.forward(inputs.input_ids, inputs.positions, inputs.metadata)  # [num_tokens, hidden_size]
+        self._prompt_logprobs(inputs, hidden, output)
+        if inputs.num_samples:
+            if inputs.num_samples != len(hidden):
+                hidden = hidden.index_select(0, torch.from_numpy(inputs.logits_indices).to(hidden.device))
+            self._sample(inputs, StepLogits(self._step.compute_logits(hidden)), output)
 
     def _drop(self, scheduler_output: SchedulerOutput) -> None:
         """Forget sequences that ended or lost their KV; park those that were swapped out."""
@@ -167,19 +185,16 @@ class ModelRunner:
         self._batch.add(back.req_id, state.swapped_token_ids, back.block_ids, back.num_computed_tokens)
         state.swapped_token_ids = None
 
-    def _sample(self, inputs: StepInputs, hidden: Tensor, output: ModelRunnerOutput) -> None:
-        """Sample the sequences that reached their last token; `hidden` is [num_tokens, hidden_size]."""
-        indices = inputs.logits_indices  # [num_rows], of query tokens
-        if len(indices) == 0:
+    def _sample(self, inputs: StepInputs, step: StepLogits, output: ModelRunnerOutput) -> None:
+        """Sample the sequences that reached their last token; `step.logits` has a row for each."""
+        if not inputs.num_samples:
             return
         req_ids, rows = inputs.req_ids, inputs.rows
-        if len(indices) != len(rows):
+        if inputs.num_samples != len(req_ids):
             sampling = np.flatnonzero(inputs.samples)
             req_ids, rows = [req_ids[i] for i in sampling.tolist()], rows[sampling]
-        if len(indices) != len(hidden):
-            hidden = hidden.index_select(0, torch.from_numpy(indices).to(hidden.device))
         states = [self._requests[req_id].sampling for req_id in req_ids]
-        result = self._sampler.sample(self._step.compute_logits(hidden), states)
+        result = self._sampler.sample(step.logits, states, step.best)
         self._batch.append_tokens(rows, result.token_ids)
         for i, req_id in enumerate(req_ids):
             if i in result.errors:

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-import torch
 
 from pyengine.config import GIB, CacheConfig, EngineConfig, LoadConfig, ModelArchConfig
 from pyengine.errors import ConfigError
@@ -99,8 +95,7 @@ class Worker:
         """One step."""
         if self._runner is None:
             raise RuntimeError("execute_model before initialize_kv_cache")
-        with _single_torch_thread():
-            return self._runner.execute(scheduler_output)
+        return self._runner.execute(scheduler_output)
 
     def shutdown(self) -> None:
         """Wait for the device and release model and pools. Idempotent."""
@@ -119,14 +114,3 @@ def kv_cache_spec(arch: ModelArchConfig, cache: CacheConfig) -> KVCacheSpec:
         block_size=cache.block_size,
         dtype=cache.kv_cache_dtype,
     )
-
-
-@contextmanager
-def _single_torch_thread() -> Iterator[None]:
-    """Keep torch's own operators on this thread: their pool would spin between calls and take cores from the kernels'."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -17,7 +17,8 @@ from pyengine.config import EngineArgs, EngineConfig
 from pyengine.sampling_params import SamplingParams
 from pyengine.scheduler_output import NewRequestData, SchedulerOutput
 from pyengine.worker.executor import UniprocExecutor
-from pyengine.worker.step_replay import EagerStepRunner, ReplayedStepRunner, StepRunner
+from pyengine.worker.input_batch import StepInputs
+from pyengine.worker.step_replay import EagerStepRunner, ReplayedStepRunner, StepLogits, StepRunner
 
 NUM_OUTPUT = 10
 EVERYTHING = Chances(idle=0.2, swap_out=0.15, swap_in=0.5, recompute=0.08, copy=0.3, whole_prompt=0.4)
@@ -183,14 +184,16 @@ def test_rule_9_prompt_logprobs_over_chunks(
 def test_only_rows_that_sample_get_logits(cpu: tuple[UniprocExecutor, EngineConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     executor, config = cpu
     step = step_runner(executor)
+    assert isinstance(step, ReplayedStepRunner)
     rows: list[int] = []
-    compute_logits = step.compute_logits
+    run = step.run
 
-    def counted(hidden: torch.Tensor) -> torch.Tensor:
-        rows.append(len(hidden))
-        return compute_logits(hidden)
+    def counted(inputs: StepInputs) -> StepLogits:
+        result = run(inputs)
+        rows.append(len(result.logits))
+        return result
 
-    monkeypatch.setattr(step, "compute_logits", counted)
+    monkeypatch.setattr(step, "run", counted)
     sequences = greedy_sequences(None)
     Driver(executor, config, Chances(whole_prompt=0.0)).run(sequences)
     assert sum(rows) == sum(len(sequence.output) for sequence in sequences)
