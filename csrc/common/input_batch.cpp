@@ -84,10 +84,13 @@ cpu::StepInputs step_inputs(const BatchRows& batch, const BatchBuffers& out, con
   return inputs;
 }
 
-void append_tokens(const BatchRows& batch, const int64_t* rows, const std::vector<int64_t>& token_ids) {
-  for (size_t i = 0; i < token_ids.size(); i++) {
-    const int64_t row = rows[i], column = batch.num_tokens[row]++;
-    if (column < batch.max_model_len) batch.token_ids[row * batch.max_model_len + column] = token_ids[i];
+void append_sampled(const BatchRows& batch, const BatchBuffers& out, int64_t num_seqs, const std::vector<int64_t>& token_ids) {
+  size_t next = 0;
+  for (int64_t i = 0; i < num_seqs && next < token_ids.size(); i++) {
+    if (!out.samples[i]) continue;
+    const int64_t row = out.rows[i], column = batch.num_tokens[row]++;
+    if (column < batch.max_model_len) batch.token_ids[row * batch.max_model_len + column] = token_ids[next];
+    next++;
   }
 }
 

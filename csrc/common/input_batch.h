@@ -9,11 +9,11 @@ namespace pyengine {
 
 // What is kept of each sequence, a row each; InputBatch (Python) owns the memory.
 struct BatchRows {
-  int64_t* token_ids;           // [max_num_seqs, max_model_len]
-  const int32_t* block_table;   // [max_num_seqs, max_blocks]
-  int64_t* num_tokens;          // [max_num_seqs]
-  const int64_t* num_blocks;    // [max_num_seqs]
-  const int64_t* num_computed;  // [max_num_seqs], tokens whose KV is in the blocks
+  int64_t* token_ids;          // [max_num_seqs, max_model_len]
+  const int32_t* block_table;  // [max_num_seqs, max_blocks]
+  int64_t* num_tokens;         // [max_num_seqs]
+  const int64_t* num_blocks;   // [max_num_seqs]
+  int64_t* num_computed;       // [max_num_seqs], tokens whose KV is in the blocks
   int64_t max_num_seqs, max_model_len, max_blocks;
   int block_shift;  // log2 of the block size
 };
@@ -47,7 +47,8 @@ StepSizes prepare_step(const BatchRows& batch, const BatchBuffers& out, const st
 // The same as a StepInputs. Block tables are the first rows where these are the step's, and gathered otherwise.
 cpu::StepInputs step_inputs(const BatchRows& batch, const BatchBuffers& out, const StepSizes& sizes, int64_t num_seqs);
 
-// Appends token_ids[i] to row rows[i]. One that reaches beyond max_model_len ends its sequence, and nothing reads it again.
-void append_tokens(const BatchRows& batch, const int64_t* rows, const std::vector<int64_t>& token_ids);
+// Appends token_ids[i] to the i-th row of the prepared step that samples. One that reaches beyond max_model_len ends its
+// sequence, and nothing reads it again.
+void append_sampled(const BatchRows& batch, const BatchBuffers& out, int64_t num_seqs, const std::vector<int64_t>& token_ids);
 
 }  // namespace pyengine

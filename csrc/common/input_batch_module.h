@@ -39,11 +39,18 @@ class StepPreparer {
 
   const cpu::StepInputs& inputs() const { return inputs_; }
 
-  void append(const pybind11::array_t<int64_t, pybind11::array::c_style>& rows, const std::vector<int64_t>& token_ids) {
-    if (static_cast<size_t>(rows.size()) != token_ids.size())
-      throw std::invalid_argument("rows and token_ids differ in length");
-    check_rows(rows.data(), token_ids.size());
-    append_tokens(batch_, rows.data(), token_ids);
+  // The sequences that sampled in the prepared step, in the order of their rows.
+  void append_sampled(const std::vector<int64_t>& token_ids) {
+    if (static_cast<int64_t>(token_ids.size()) != inputs_.num_logits) {
+      throw std::invalid_argument("as many token_ids as the step samples sequences are expected");
+    }
+    pyengine::append_sampled(batch_, out_, inputs_.num_seqs, token_ids);
+  }
+
+  void set_computed(const std::vector<int64_t>& rows, const std::vector<int64_t>& num_computed) {
+    if (rows.size() != num_computed.size()) throw std::invalid_argument("rows and num_computed differ in length");
+    check_rows(rows.data(), rows.size());
+    for (size_t i = 0; i < rows.size(); i++) batch_.num_computed[rows[i]] = num_computed[i];
   }
 
  private:
@@ -74,7 +81,9 @@ inline void define_input_batch(pybind11::module_& m) {
            "Fill the step's arrays; (num_tokens, max_query_len, max_seq_len, num_samples, wrong_row).")
       .def_property_readonly("inputs", &StepPreparer::inputs, pybind11::return_value_policy::reference_internal,
                              "The StepInputs of the step that was prepared last; always the same object.")
-      .def("append", &StepPreparer::append, arg("rows"), arg("token_ids"), "Append a sampled token to each row.");
+      .def("append_sampled", &StepPreparer::append_sampled, arg("token_ids"),
+           "Append a token to each sequence that the prepared step samples.")
+      .def("set_computed", &StepPreparer::set_computed, arg("rows"), arg("num_computed"));
 }
 
 }  // namespace pyengine

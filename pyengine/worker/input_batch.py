@@ -191,7 +191,7 @@ class InputBatch:
     ) -> None:
         """Apply what changed in running sequences; the arguments run in parallel."""
         rows = [self._row_of[req_id] for req_id in req_ids]
-        self._num_computed[rows] = num_computed_tokens
+        self._preparer.set_computed(rows, num_computed_tokens)
         for row, replaced, new in zip(rows, replaced_block_ids, new_block_ids, strict=True):
             for index, block_id in replaced:
                 self._block_table[row, index] = block_id
@@ -200,10 +200,10 @@ class InputBatch:
                 self._block_table[row, start : start + len(new)] = new
                 self._num_blocks[row] = start + len(new)
 
-    def append_tokens(self, rows: IntArray, token_ids: Sequence[int]) -> None:
-        """Append one sampled token to each of `rows`."""
+    def append_sampled(self, token_ids: Sequence[int]) -> None:
+        """Append a token to each sequence that the prepared step samples, in the order of their rows."""
         # A sequence that has just reached max_model_len ends with this token, which nothing reads again.
-        self._preparer.append(rows, token_ids)
+        self._preparer.append_sampled(token_ids)
 
     def prepare(self, num_scheduled_tokens: Mapping[str, int]) -> StepInputs:
         """The inputs of a step over these sequences and numbers of query tokens, valid until the next step's.
@@ -228,7 +228,7 @@ class InputBatch:
             max_seq_len=max_seq_len,
             query_start_loc=views.query_start_loc,
             seq_lens=views.seq_lens,
-            block_table=self._blocks_of(views, -(-max_seq_len // self._block_size)),
+            block_table=self._blocks_of(views, max(scheduled), -(-max_seq_len // self._block_size)),
             slot_mapping=views.slot_mapping,
         )
         return StepInputs(
@@ -279,10 +279,10 @@ class InputBatch:
         )
         return self._views
 
-    def _blocks_of(self, views: _StepViews, num_columns: int) -> Tensor:
+    def _blocks_of(self, views: _StepViews, last_row: int, num_columns: int) -> Tensor:
         """Block tables [num_seqs, num_columns or more]: no copy where they are the first rows, as in most steps."""
-        num_seqs = len(views.rows)
-        if views.rows[-1] != num_seqs - 1:
+        num_seqs = views.sizes[0]
+        if last_row != num_seqs - 1:
             return self._on_device(self._gathered_blocks[:num_seqs, :num_columns])
         if self._device.type != "cpu":
             return self._on_device(self._block_table[:num_seqs, :num_columns])

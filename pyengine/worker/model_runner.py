@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -189,13 +188,12 @@ class ModelRunner:
         """Sample the sequences that reached their last token; `step.logits` has a row for each."""
         if not inputs.num_samples:
             return
-        req_ids, rows = inputs.req_ids, inputs.rows
+        req_ids = inputs.req_ids
         if inputs.num_samples != len(req_ids):
-            sampling = np.flatnonzero(inputs.samples)
-            req_ids, rows = [req_ids[i] for i in sampling.tolist()], rows[sampling]
+            req_ids = [req_id for req_id, samples in zip(req_ids, inputs.samples.tolist(), strict=True) if samples]
         states = [self._requests[req_id].sampling for req_id in req_ids]
         result = self._sampler.sample(step.logits, states, step.best)
-        self._batch.append_tokens(rows, result.token_ids)
+        self._batch.append_sampled(result.token_ids)
         for i, req_id in enumerate(req_ids):
             if i in result.errors:
                 output.failed_req_ids.setdefault(req_id, result.errors[i])

@@ -113,7 +113,7 @@ def test_random_lives_of_sequences(data: st.DataObject) -> None:
         inputs = check_step(batch, sequences, scheduled)
         sampling = np.flatnonzero(inputs.samples)
         sampled = data.draw(st.lists(st.integers(0, 99), min_size=len(sampling), max_size=len(sampling)))
-        batch.append_tokens(inputs.rows[sampling], sampled)
+        batch.append_sampled(sampled)
         for i, token_id in zip(sampling, sampled, strict=True):
             sequences[inputs.req_ids[i]].tokens.append(token_id)
         for req_id, count in scheduled.items():
@@ -129,7 +129,7 @@ def test_the_usual_step_shares_memory_with_the_block_tables() -> None:
     first = batch.prepare({"2": 1, "0": 1, "1": 1})
     assert first.req_ids == ["0", "1", "2"]
     address = first.metadata.block_table.data_ptr()
-    batch.append_tokens(first.rows, [5, 6, 7])
+    batch.append_sampled([5, 6, 7])
     batch.update(["0", "1", "2"], [[], [], []], [[], [], []], [10, 10, 10])
     second = batch.prepare({"0": 1, "1": 1, "2": 1})
     assert second.metadata.block_table.data_ptr() == address
@@ -191,6 +191,19 @@ def test_a_schedule_that_does_not_fit_is_an_error() -> None:
 def test_the_last_token_that_fits_is_kept_and_the_one_after_ends_the_sequence() -> None:
     batch = make_batch(max_model_len=10)
     batch.add("a", np.arange(10), [1, 2], 9)
-    inputs = batch.prepare({"a": 1})
-    batch.append_tokens(inputs.rows, [7])
+    batch.prepare({"a": 1})
+    batch.append_sampled([7])
     assert batch.remove("a").tolist() == list(range(10))
+
+
+def test_as_many_tokens_as_sequences_that_sample() -> None:
+    batch = make_batch()
+    batch.add("a", np.arange(10), [1, 2], 9)
+    batch.add("b", np.arange(10), [3, 4], 0)
+    batch.prepare({"a": 1, "b": 4})
+    for wrong in ([], [1, 2]):
+        with pytest.raises(ValueError, match="as many token_ids"):
+            batch.append_sampled(wrong)
+    batch.append_sampled([7])
+    assert batch.token_ids(0).tolist() == [*range(10), 7]
+    assert batch.token_ids(1).tolist() == list(range(10))
