@@ -33,7 +33,15 @@ ROOT = Path(__file__).resolve().parent.parent
 BENCH = ROOT / "benchmarks" / "gpu"
 REQUIRED = ("torch", "transformers", "safetensors", "numpy", "pytest", "hypothesis", "pybind11", "setuptools")
 #: Test files whose tests take the backend's fixture.
-TESTS = ("cache_ops", "checkpoint_linear", "layer_ops", "merge_and_fused_ops", "paged_attention", "random_shapes", "sampling_ops")
+TESTS = (
+    "cache_ops",
+    "checkpoint_linear",
+    "layer_ops",
+    "merge_and_fused_ops",
+    "paged_attention",
+    "random_shapes",
+    "sampling_ops",
+)
 MAX_ERROR = 0.02  # of a benchmark's attention output from torch's, in bf16
 
 
