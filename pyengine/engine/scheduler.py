@@ -521,8 +521,8 @@ class Scheduler:
         return self._admission.fits_tenant(plan, [*self.running, *step.admitted])
 
     def _admit(self, plan: AdmissionPlan, step: _Step) -> None:
-        request = self.waiting.pop()
-        assert request is plan.request
+        request = plan.request
+        self.waiting.remove(request)  # those that made way for it may stand before it now
         self._admission.start(plan, step.output)
         if self._shares is not None:
             self._shares.admitted(request)

@@ -294,3 +294,15 @@ def test_siblings_of_a_tenant_at_its_limit() -> None:
     harness.add("b", 20, 8, tenant="b")
     harness.run()
     harness.check_outputs()
+
+
+def test_who_made_way_may_stand_first_in_the_queue_at_once() -> None:
+    """A tenant loses two requests in a step for the sake of another's, and is itself short of slots afterwards."""
+    harness = Harness(num_blocks=11, block_size=4, max_num_seqs=4, max_num_batched_tokens=18, tenants=tenants("a"))
+    harness.add_siblings("first", 7, 4, 16)
+    harness.add_siblings("second", 9, 3, 14)
+    for _ in range(7):
+        harness.step()
+    harness.add("a", 17, 7, tenant="a")
+    harness.run()
+    harness.check_outputs()
