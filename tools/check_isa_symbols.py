@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-ISA_NAMESPACES = tuple(f"pyengine::cpu::{isa}::" for isa in ("scalar", "avx2", "avx512", "avx512_vnni", "neon"))
+ISA_NAMESPACES = tuple(f"pyengine::cpu::{isa}::" for isa in ("scalar", "avx2", "avx512", "avx512_vnni", "amx", "neon"))
 
 
 def leaked_symbols(objects: Sequence[Path], nm: str = "nm") -> list[str]:

@@ -25,6 +25,13 @@ namespace avx512_vnni {
 PE_CPU_VNNI_KERNELS(PE_DECLARE)
 #undef PE_DECLARE
 }  // namespace avx512_vnni
+#if defined(PE_HAVE_AMX)
+namespace amx {
+#define PE_DECLARE(name, Params) const char* name(const Params& params);
+PE_CPU_AMX_KERNELS(PE_DECLARE)
+#undef PE_DECLARE
+}  // namespace amx
+#endif
 #endif
 
 namespace {
@@ -45,6 +52,19 @@ const KernelTable& vnni_table() {
   }();
   return table;
 }
+
+#if defined(PE_HAVE_AMX)
+const KernelTable& amx_table() {
+  static const KernelTable table = [] {
+    KernelTable t = vnni_table();
+#define PE_REPLACE(name, Params) t.name = &amx::name;
+    PE_CPU_AMX_KERNELS(PE_REPLACE)
+#undef PE_REPLACE
+    return t;
+  }();
+  return table;
+}
+#endif
 #endif
 
 const IsaList& isa_list() {
@@ -60,6 +80,10 @@ const IsaList& isa_list() {
     l.entries[l.size++] = {"avx2", &avx2::kKernelTable, emulated || features().avx2};
     l.entries[l.size++] = {"avx512", &avx512::kKernelTable, emulated || features().avx512};
     l.entries[l.size++] = {"avx512_vnni", &vnni_table(), emulated || features().avx512_vnni};
+#if defined(PE_HAVE_AMX)
+    // Every kernel of its table must run: those of avx512_vnni too.
+    l.entries[l.size++] = {"amx", &amx_table(), features().avx512_vnni && features().amx_int8};
+#endif
 #endif
     return l;
   }();

@@ -2,6 +2,8 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <cstdint>
 #endif
@@ -30,6 +32,16 @@ uint64_t enabled_state() {
   return static_cast<uint64_t>(high) << 32 | low;
 }
 
+// Linux gives a process AMX's tile data (8 KB of state for each thread) only when asked; every thread may use it then.
+bool request_tile_data() {
+#if defined(__linux__)
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
 Features detect() {
   Features f{};
   const Registers leaf1 = cpuid(1, 0), leaf7 = cpuid(7, 0), leaf7_1 = cpuid(7, 1);
@@ -42,7 +54,7 @@ Features detect() {
   f.avx512 = f.avx2 && zmm && bit(leaf7.ebx, 16) && bit(leaf7.ebx, 17) && bit(leaf7.ebx, 30) && bit(leaf7.ebx, 31);
   f.avx512_vnni = f.avx512 && bit(leaf7.ecx, 11);
   f.avx512_bf16 = f.avx512 && bit(leaf7_1.eax, 5);
-  if (f.avx512 && tiles && bit(leaf7.edx, 24)) {
+  if (f.avx512 && tiles && bit(leaf7.edx, 24) && request_tile_data()) {
     f.amx_int8 = bit(leaf7.edx, 25);
     f.amx_bf16 = bit(leaf7.edx, 22);
   }

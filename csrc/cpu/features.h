@@ -8,7 +8,7 @@ struct Features {
   bool avx512;       // AVX-512 F, BW, DQ and VL
   bool avx512_vnni;  // 8-bit dot products
   bool avx512_bf16;
-  bool amx_int8;  // both AMX: Linux wants a process to ask for tile data, arch_prctl(ARCH_REQ_XCOMP_PERM), before its first use
+  bool amx_int8;  // both AMX: where Linux also grants tile data to this process, which has to ask for it
   bool amx_bf16;
 };
 

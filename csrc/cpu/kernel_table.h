@@ -36,8 +36,9 @@
   X(sample_top_k_top_p, SampleParams)              \
   X(argmax, ArgmaxParams)
 
-// Those that instruction set avx512_vnni has versions of its own of; the others are avx512's.
+// Those that instruction sets avx512_vnni and amx have versions of their own of; the others are avx512's.
 #define PE_CPU_VNNI_KERNELS(X) X(quantized_linear, QuantizedLinearParams)
+#define PE_CPU_AMX_KERNELS(X) X(quantized_linear, QuantizedLinearParams)
 
 namespace pyengine::cpu {
 
@@ -49,7 +50,7 @@ struct KernelTable {
 
 // One per instruction set that this build has kernels for, from the plainest to the widest.
 struct IsaEntry {
-  const char* name;  // scalar, avx2, avx512, avx512_vnni
+  const char* name;  // scalar, avx2, avx512, avx512_vnni, amx
   const KernelTable* table;
   bool supported;  // by this machine
 };

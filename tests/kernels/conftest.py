@@ -14,8 +14,8 @@ from torch import Tensor
 from pyengine.ops import get_ops, load_core
 
 CPU_ISAS = ("scalar", "avx2", "avx512")
-#: Those of the quantised kernels; avx512_vnni takes every other kernel from avx512.
-QUANTIZED_ISAS = (*CPU_ISAS, "avx512_vnni")
+#: Those of the quantised kernels; avx512_vnni and amx take every other kernel from avx512.
+QUANTIZED_ISAS = (*CPU_ISAS, "avx512_vnni", "amx")
 #: What `--kernel-device` may name: the ops, and where the tests' tensors are mirrored to.
 DEVICES = {"cuda": ("cuda", "cuda"), "mirror": ("emulated", "cpu")}
 

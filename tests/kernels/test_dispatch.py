@@ -41,6 +41,8 @@ def test_widest_supported_is_chosen() -> None:
 def test_supported_isas_follow_the_features() -> None:
     core, features = load_core(), load_core().cpu_features()
     expected = ["scalar"] + [isa for isa in ("avx2", "avx512", "avx512_vnni") if isa in core.isas() and features[isa]]
+    if "amx" in core.isas() and features["avx512_vnni"] and features["amx_int8"]:
+        expected.append("amx")
     assert core.supported_isas() == expected
 
 
@@ -120,7 +122,7 @@ def test_kernel_units_leak_nothing() -> None:
     """The build runs this check too, and fails; here it runs over what the last build in place left."""
     objects = [
         p
-        for isa in (*ISA_FLAGS, "avx512_vnni")
+        for isa in (*ISA_FLAGS, "avx512_vnni", "amx")
         for p in sorted((ROOT / "build" / "cmake" / "CMakeFiles" / f"cpu_{isa}.dir").rglob("*.o"))
     ]
     if not objects:

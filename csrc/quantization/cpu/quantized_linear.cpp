@@ -1,10 +1,13 @@
 // out = input * weight^T + bias with a packed quantised weight and the input rounded to int8.
 //
-// Rows are cut into even tiles of at most kMaxRows and quantised into records; one unit of work is a group of panels times a
-// block of row tiles that stays in the second-level cache while the panels pass by.
+// Rows are cut into even tiles and quantised into records; one unit of work is a group of panels times a block of row tiles
+// that stays in the second-level cache while the panels pass by. AMX unpacks a panel once for all row tiles of the block.
 #include "../../cpu/parallel.h"
 #include "../../cpu/with_type.h"
 #include "quantized_tile.h"
+#if defined(PE_SIMD_AMX)
+#include "quantized_tile_amx.h"
+#endif
 
 namespace pyengine::cpu {
 namespace PE_ISA {
@@ -19,28 +22,43 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
 int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// How the rows and columns are cut.
+#if defined(PE_SIMD_AMX)
+constexpr bool kHasAmx = true;
+#else
+constexpr bool kHasAmx = false;
+constexpr int kAmxMinRows = 0, kAmxRows = 0, kAmxRowStep = 0;  // never used
+#endif
+
+// How the rows and columns are cut. Tiles of AMX have a multiple of kAmxRowStep rows, the last of which may be padding.
 struct Plan {
-  int num_tiles, rows, larger;  // the first `larger` row tiles have rows + 1 rows, the others `rows`
-  int block_tiles, num_blocks;  // row tiles of a unit of work
+  bool amx;
+  int num_tokens, padded_rows;
+  int num_tiles, rows, larger, step;  // the first `larger` row tiles have rows + step rows, the others `rows`
+  int block_tiles, num_blocks;        // row tiles of a unit of work
   int num_panels, group_panels, num_groups;
 
-  Plan(const QuantizedLinearParams& p, int64_t row_bytes) {
-    num_tiles = static_cast<int>(ceil_div(p.num_tokens, kMaxRows));
-    rows = p.num_tokens / num_tiles;
-    larger = p.num_tokens % num_tiles;
-    const int64_t fit = max_of(1, kRowBlockBytes / max_of(1, row_bytes * (rows + 1)));
+  Plan(const QuantizedLinearParams& p, int64_t row_bytes)
+      : amx(kHasAmx && p.num_tokens >= kAmxMinRows), num_tokens(p.num_tokens), step(amx ? kAmxRowStep : 1) {
+    const int units = static_cast<int>(ceil_div(num_tokens, step));
+    padded_rows = units * step;
+    num_tiles = static_cast<int>(ceil_div(padded_rows, amx ? kAmxRows : kMaxRows));
+    rows = units / num_tiles * step;
+    larger = units % num_tiles;
+    const int64_t fit = max_of(1, kRowBlockBytes / max_of(1, row_bytes * max_rows()));
     num_blocks = static_cast<int>(ceil_div(num_tiles, fit));
     block_tiles = static_cast<int>(ceil_div(num_tiles, num_blocks));
     num_panels = static_cast<int>(ceil_div(p.out_features, kQuantPanel));
-    const int64_t block_rows = ceil_div(p.num_tokens, num_blocks);
+    const int64_t block_rows = ceil_div(num_tokens, num_blocks);
     const int64_t enough = ceil_div(kUnitProducts, max_of(1, block_rows * p.in_features * kQuantPanel));
     const int64_t even = ceil_div(int64_t{num_panels} * num_blocks, int64_t{kUnitsPerThread} * get_num_threads());
     group_panels = static_cast<int>(min_of(num_panels, max_of(enough, even)));
     num_groups = static_cast<int>(ceil_div(num_panels, group_panels));
   }
-  int rows_of(int tile) const { return rows + (tile < larger); }
-  int first_row(int tile) const { return tile * rows + (tile < larger ? tile : larger); }
+  int max_rows() const { return rows + (larger > 0 ? step : 0); }
+  int rows_of(int tile) const { return rows + (tile < larger ? step : 0); }
+  int first_row(int tile) const { return tile * rows + (tile < larger ? tile : larger) * step; }
+  // Without padding.
+  int real_rows(int tile) const { return static_cast<int>(min_of(rows_of(tile), num_tokens - first_row(tile))); }
 };
 
 template <class F, int R = 1>
@@ -50,6 +68,16 @@ void run_tile(int rows, const QuantizedTileArgs& args) {
   }
   QuantizedTile<F>::template run<R>(args);
 }
+
+#if defined(PE_SIMD_AMX)
+template <class F, int R = kAmxRowStep>
+void run_amx_tile(int rows, const AmxTileArgs& args) {
+  if constexpr (R < kAmxRows) {
+    if (rows > R) return run_amx_tile<F, R + kAmxRowStep>(rows, args);
+  }
+  AmxTile<F, R>::run(args);
+}
+#endif
 
 template <class Out, class In>
 void write_row(const float* c, const In* bias, int columns, Out* out) {
@@ -68,8 +96,8 @@ class Multiplication {
   void quantize() const {
     const auto quantize_tile = [&](int64_t i, int) {
       const int tile = static_cast<int>(i), first = plan_.first_row(tile);
-      quantize_rows<F>(static_cast<const In*>(p_.input) + first * p_.input_stride, p_.input_stride, plan_.rows_of(tile),
-                       p_.in_features, tile_records(tile));
+      quantize_rows<F>(static_cast<const In*>(p_.input) + first * p_.input_stride, p_.input_stride, plan_.real_rows(tile),
+                       plan_.rows_of(tile), p_.in_features, tile_records(tile));
     };
     if (int64_t{p_.num_tokens} * p_.in_features <= kSerialLimit) {
       for (int tile = 0; tile < plan_.num_tiles; tile++) quantize_tile(tile, 0);
@@ -79,28 +107,66 @@ class Multiplication {
   }
 
   template <class Out>
-  void run(int64_t unit) const {
-    const int group = static_cast<int>(unit % plan_.num_groups), block = static_cast<int>(unit / plan_.num_groups);
-    const int end_panel = static_cast<int>(min_of(plan_.num_panels, int64_t{group + 1} * plan_.group_panels));
-    const int end_tile = static_cast<int>(min_of(plan_.num_tiles, int64_t{block + 1} * plan_.block_tiles));
-    const int num_blocks = p_.in_features / F::kBlockSize;
+  void run(int64_t index) const {
+    const int group = static_cast<int>(index % plan_.num_groups), block = static_cast<int>(index / plan_.num_groups);
+    const Unit unit = {
+        group * plan_.group_panels, static_cast<int>(min_of(plan_.num_panels, int64_t{group + 1} * plan_.group_panels)),
+        block * plan_.block_tiles, static_cast<int>(min_of(plan_.num_tiles, int64_t{block + 1} * plan_.block_tiles))};
+#if defined(PE_SIMD_AMX)
+    if (plan_.amx) return run_amx<Out>(unit);
+#endif
     alignas(64) float c[kMaxRows * kQuantPanel];
-    for (int panel = group * plan_.group_panels; panel < end_panel; panel++) {
-      const uint8_t* tiles = static_cast<const uint8_t*>(p_.weight) + int64_t{panel} * num_blocks * F::kTileBytes;
-      for (int tile = block * plan_.block_tiles; tile < end_tile; tile++) {
-        run_tile<F>(plan_.rows_of(tile), QuantizedTileArgs{tiles, tile_records(tile), num_blocks, c});
-        write<Out>(c, plan_.first_row(tile), plan_.rows_of(tile), panel * kQuantPanel);
+    for (int panel = unit.first_panel; panel < unit.end_panel; panel++) {
+      for (int tile = unit.first_tile; tile < unit.end_tile; tile++) {
+        fetch_output<Out>(tile, panel * kQuantPanel);
+        run_tile<F>(plan_.rows_of(tile), QuantizedTileArgs{panel_data(panel), tile_records(tile), num_blocks(), c});
+        write<Out>(c, tile, panel * kQuantPanel);
       }
     }
   }
 
  private:
+  struct Unit {
+    int first_panel, end_panel, first_tile, end_tile;
+  };
+
+#if defined(PE_SIMD_AMX)
+  template <class Out>
+  void run_amx(const Unit& unit) const {
+    const int num_sub_blocks = p_.in_features / kSubBlock;
+    uint8_t* unpacked = static_cast<uint8_t*>(thread_scratch(int64_t{num_sub_blocks} * UnpackedSubBlock<F>::kBytes));
+    alignas(64) float c[kAmxRows * kQuantPanel];
+    configure_tiles(amx_tile_config<F>(plan_.max_rows()));
+    for (int panel = unit.first_panel; panel < unit.end_panel; panel++) {
+      PanelUnpacker<F>::run(panel_data(panel), num_blocks(), unpacked);
+      for (int tile = unit.first_tile; tile < unit.end_tile; tile++) {
+        fetch_output<Out>(tile, panel * kQuantPanel);
+        run_amx_tile<F>(plan_.rows_of(tile), AmxTileArgs{unpacked, tile_records(tile), num_sub_blocks, c});
+        write<Out>(c, tile, panel * kQuantPanel);
+      }
+    }
+    release_tiles();
+  }
+#endif
+
+  int num_blocks() const { return p_.in_features / F::kBlockSize; }
+  const uint8_t* panel_data(int panel) const {
+    return static_cast<const uint8_t*>(p_.weight) + int64_t{panel} * num_blocks() * F::kTileBytes;
+  }
   uint8_t* tile_records(int tile) const {
     return records_ + record_bytes<F>(plan_.first_row(tile)) * (p_.in_features / kSubBlock);
   }
 
+  // Rows of the result lie far apart, often in a page each: they are on their way while their tile is computed.
   template <class Out>
-  void write(const float* c, int first_row, int rows, int column) const {
+  void fetch_output(int tile, int column) const {
+    const Out* out = static_cast<const Out*>(p_.out) + plan_.first_row(tile) * p_.out_stride + column;
+    for (int r = 0; r < plan_.real_rows(tile); r++) __builtin_prefetch(out + r * p_.out_stride, 1, 3);
+  }
+
+  template <class Out>
+  void write(const float* c, int tile, int column) const {
+    const int first_row = plan_.first_row(tile), rows = plan_.real_rows(tile);
     const int columns = static_cast<int>(min_of(kQuantPanel, p_.out_features - column));
     const In* bias = p_.bias != nullptr ? static_cast<const In*>(p_.bias) + column : nullptr;
     Out* out = static_cast<Out*>(p_.out) + first_row * p_.out_stride + column;
@@ -116,7 +182,9 @@ template <class F, class In>
 const char* multiply(const QuantizedLinearParams& p) {
   const int64_t row_bytes = record_bytes<F>(1) * (p.in_features / kSubBlock);
   const Plan plan(p, row_bytes);
-  const Multiplication<F, In> work(p, plan, static_cast<uint8_t*>(shared_scratch(row_bytes * p.num_tokens)));
+  // A register of AMX is loaded with the largest tile's rows, past the end of a smaller one.
+  const int64_t bytes = row_bytes * plan.padded_rows + kAmxRows * kSubBlock;
+  const Multiplication<F, In> work(p, plan, static_cast<uint8_t*>(shared_scratch(bytes)));
   work.quantize();
   const int64_t units = int64_t{plan.num_groups} * plan.num_blocks;
   if (p.out_dtype == DType::kF32) {

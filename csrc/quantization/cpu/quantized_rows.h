@@ -51,10 +51,11 @@ inline QuantizedBlock quantize_block(const T* x, int8_t* q) {
   return block;
 }
 
-// `rows` rows of k values to k / 32 records.
+// `count` rows of k values, and rows of zeros up to `rows`, to k / 32 records.
 template <class F, class T>
-inline void quantize_rows(const T* input, int64_t stride, int rows, int k, uint8_t* records) {
-  for (int r = 0; r < rows; r++) {
+inline void quantize_rows(const T* input, int64_t stride, int count, int rows, int k, uint8_t* records) {
+  if (count < rows) memset(records, 0, record_bytes<F>(rows) * (k / kSubBlock));
+  for (int r = 0; r < count; r++) {
     uint8_t* record = records;
     for (int k0 = 0; k0 < k; k0 += kSubBlock, record += record_bytes<F>(rows)) {
       const QuantizedBlock block = quantize_block(input + r * stride + k0, reinterpret_cast<int8_t*>(record) + r * kSubBlock);
