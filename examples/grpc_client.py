@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import argparse
 
 import grpc
 
@@ -10,7 +10,16 @@ from pyengine.server.proto import inference_pb2 as pb
 from pyengine.server.proto import inference_pb2_grpc as rpc
 
 
-def main(target: str = "127.0.0.1:50051", prompt: str = "The capital of France is") -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Streams a completion from a pyengine server over gRPC.")
+    parser.add_argument("target", nargs="?", default="127.0.0.1:50051", metavar="HOST:PORT", help="default: %(default)s")
+    parser.add_argument("prompt", nargs="?", default="The capital of France is", metavar="PROMPT", help="default: %(default)s")
+    flags = parser.parse_args()
+    stream(flags.target, flags.prompt)
+
+
+def stream(target: str, prompt: str) -> None:
+    """Print the tokens' text as it comes, and at the end why it ended."""
     request = pb.GenerateRequest(text=prompt, sampling=pb.SamplingParams(max_tokens=16, temperature=0))
     with grpc.insecure_channel(target) as channel:
         for response in rpc.InferenceStub(channel).Generate(request, timeout=60, metadata=[("x-request-id", "example")]):
@@ -21,4 +30,4 @@ def main(target: str = "127.0.0.1:50051", prompt: str = "The capital of France i
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
 import os
-import sys
 
 import openai
 
 
-def main(base_url: str = "http://127.0.0.1:8000/v1", message: str = "Name three colours.") -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Streams a chat with OpenAI's own package.")
+    parser.add_argument(
+        "base_url", nargs="?", default="http://127.0.0.1:8000/v1", metavar="BASE_URL", help="default: %(default)s"
+    )
+    parser.add_argument("message", nargs="?", default="Name three colours.", metavar="MESSAGE", help="default: %(default)s")
+    flags = parser.parse_args()
+    stream_chat(flags.base_url, flags.message)
+
+
+def stream_chat(base_url: str, message: str) -> None:
+    """Print the answer as it comes, and its length."""
     client = openai.OpenAI(base_url=base_url, api_key=os.environ.get("PYENGINE_API_KEY", "none"))
     model = client.models.list().data[0].id
     stream = client.chat.completions.create(
@@ -27,4 +38,4 @@ def main(base_url: str = "http://127.0.0.1:8000/v1", message: str = "Name three 
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

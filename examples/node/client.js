@@ -26,6 +26,7 @@ const cancelAfter = options['cancel-after'] === undefined ? Infinity : Number(op
 const definition = protoLoader.loadSync('pyengine/v1/inference.proto', {
   includeDirs: [PROTOS],
   keepCase: true,
+  defaults: true, // a message without text, say the one of an end-of-sequence token, has text ''
   enums: String,
   oneofs: true, // message[oneof name] says which of its fields is set
 });

@@ -8,17 +8,19 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_engine import FakeRequest, output
 from running_server import RunningServer, wait_until
 from server_process import ROOT
 
 from pyengine.config import EngineArgs
 from pyengine.engine.async_engine import AsyncLLMEngine
 from pyengine.engine.llm_engine import LLMEngine
+from pyengine.outputs import CompletionOutput, RequestOutput
 from pyengine.server.proto import inference_pb2 as pb
 
 EXAMPLES = ROOT / "examples"
@@ -83,6 +85,24 @@ def test_node_streams(real: RunningServer) -> None:
     reason = pb.FinishReason.Name(choice.finish.reason)
     last = f"\n[{reason}, {choice.finish.usage.completion_tokens} tokens]\n"
     assert node(real, "--max-tokens", "16", "Yesterday") == choice.text + last
+
+
+@needs_node
+def test_node_takes_an_end_of_sequence_token_without_text(start_server: Callable[..., RunningServer]) -> None:
+    def ends(request: FakeRequest) -> Iterator[RequestOutput]:
+        yield output(request, [CompletionOutput(0, "one", [9])], finished=False)
+        yield output(request, [CompletionOutput(0, "", [2], finish_reason="stop")], finished=True)
+
+    server = start_server()
+    server.engine.script = ends
+    assert node(server, "--max-tokens", "16", "Yesterday") == "one\n[FINISH_REASON_STOP, 2 tokens]\n"
+
+
+@pytest.mark.parametrize("name", ["grpc_client", "openai_client"])
+def test_python_help(name: str) -> None:
+    shown = run(sys.executable, f"examples/{name}.py", "--help")
+    assert shown.startswith(f"usage: {name}.py [-h]")
+    assert "default: " in shown
 
 
 @needs_node
