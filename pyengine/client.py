@@ -169,10 +169,14 @@ def connect(flags: argparse.Namespace) -> grpc.Channel:
     return grpc.secure_channel(flags.target, grpc.ssl_channel_credentials(ca, key, certificate), options=unlimited)
 
 
-def _explain(error: grpc.RpcError, target: str) -> str:
+def _explain(error: grpc.RpcError, target: str, *, tls: bool) -> str:
     code, details = error.code(), error.details() or ""
-    if code is grpc.StatusCode.UNAVAILABLE and "failed to connect" in details:
+    if code is grpc.StatusCode.UNAVAILABLE and "Connection refused" in details:
         return f"no server answers at {target}; start one with: python -m pyengine.server"
+    if code is grpc.StatusCode.UNAVAILABLE and "failed to connect" in details:
+        reason = details.rpartition("last error: ")[2]
+        hint = "--tls-ca must be of a TLS server's signer" if tls else "if the server uses TLS, give --tls-ca"
+        return f"cannot connect to {target}: {reason}; {hint}"
     if code is grpc.StatusCode.UNAVAILABLE and ("errors resolving" in details or "resolution failed" in details):
         return f"no host of the name in {target} is known"
     return f"{code.name}: {details}"
@@ -239,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             else:
                 stream(stub.Generate(request, **options), request.sampling.n or 1)
     except grpc.RpcError as error:
-        print(f"error: {_explain(error, flags.target)}", file=sys.stderr)
+        print(f"error: {_explain(error, flags.target, tls=flags.tls_ca is not None)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(file=sys.stderr)

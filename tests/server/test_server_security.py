@@ -193,6 +193,20 @@ def test_tls_on_every_port(
     assert capsys.readouterr().out == "t10 t11 \n"
 
 
+def test_the_command_line_client_says_where_tls_is_missing(
+    start_server: Callable[..., RunningServer], pki: dict[str, str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    secured, plain = start_server(**tls_flags(pki)), start_server()
+    for server, flags, hint in (
+        (secured, [], "if the server uses TLS, give --tls-ca"),
+        (plain, ["--tls-ca", pki["ca.pem"]], "--tls-ca must be of a TLS server's signer"),
+    ):
+        assert client.main(["--target", server.target, *flags, "a"]) == 1
+        (line,) = (line for line in capfd.readouterr().err.splitlines() if line.startswith("error: "))
+        assert line.startswith(f"error: cannot connect to {server.target}: ")
+        assert line.endswith(f"; {hint}")
+
+
 def test_mutual_tls(start_server: Callable[..., RunningServer], pki: dict[str, str]) -> None:
     """A certificate of the right signer is let in; none, and a stranger's, are not. Probes on the metrics port need none."""
     server = start_server(**tls_flags(pki, ssl_ca_certs=pki["ca.pem"]))
