@@ -7,15 +7,18 @@ Arrivals do not wait for answers (open loop), so a server that falls behind show
 the requests in flight instead, `--request-rate inf` sends them all at once. Latencies are the client's: time to first token
 (TTFT) from the moment a request was due, time between messages with tokens (ITL, divided by the tokens they bring), end to end
 (E2E). With `--model` the benchmark starts the server itself (engine flags pass through); `--compare-static` then runs the same
-load against the same engine with static batching too, and prints the ratios.
+load against the same engine with static batching too, and prints the ratios. PYENGINE_API_KEY is the server's key, where it
+asks for one.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import json
 import math
+import os
 import random
 import re
 import subprocess
@@ -30,12 +33,20 @@ from pathlib import Path
 import grpc
 from tqdm import tqdm
 
+from pyengine.client import explain
+from pyengine.server.auth import KEY_VARIABLE
 from pyengine.server.proto import inference_pb2 as pb
 from pyengine.server.proto import inference_pb2_grpc as rpc
 
 from workloads import documentation
 
 PERCENTILES = (50, 90, 99)
+
+
+def key_metadata() -> list[tuple[str, str]]:
+    """What proves to the server that we may call it."""
+    key = os.environ.get(KEY_VARIABLE)
+    return [("authorization", f"Bearer {key}")] if key else []
 
 
 @dataclass(frozen=True)
@@ -99,7 +110,7 @@ async def send(stub: rpc.InferenceStub, load: Load, i: int, start: float, slots:
         sampling = pb.SamplingParams(temperature=0, max_tokens=load.output_lens[i], ignore_eos=True, detokenize=False)
         request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=load.prompts[i]), sampling=sampling)
         try:
-            async for message in stub.Generate(request):
+            async for message in stub.Generate(request, metadata=key_metadata()):
                 if message.token_ids:
                     trace.token_times.append((time.perf_counter() - start, len(message.token_ids)))
         except grpc.aio.AioRpcError as error:
@@ -216,14 +227,20 @@ def parse_flags() -> tuple[argparse.Namespace, list[str]]:
     flags, rest = parser.parse_known_args()
     if flags.target and (rest or flags.compare_static):
         parser.error(f"needs --model: {' '.join(rest) or '--compare-static'}")
+    if importlib.util.find_spec("matplotlib") is None:
+        parser.exit(1, "error: the plot needs matplotlib: pip install matplotlib, or make dev\n")
     return flags, rest
 
 
 def measure(target: str, flags: argparse.Namespace) -> list[Trace]:
-    """Tokenise the corpus at the server, then run the load on it."""
+    """Tokenise the corpus at the server, then run the load on it. A server that does not answer ends the program."""
     with grpc.insecure_channel(target) as channel:
         request = pb.TokenizeRequest(text=documentation()[:200_000])
-        ids = list(rpc.InferenceStub(channel).Tokenize(request, timeout=60).token_ids)
+        try:
+            ids = list(rpc.InferenceStub(channel).Tokenize(request, timeout=60, metadata=key_metadata()).token_ids)
+        except grpc.RpcError as error:
+            hint = f"; set {KEY_VARIABLE}" if error.code() is grpc.StatusCode.UNAUTHENTICATED else ""
+            raise SystemExit(f"error: {explain(error, target, 'the benchmark speaks no TLS')}{hint}") from None
     return asyncio.run(run(target, make_load(flags, ids), flags.concurrency))
 
 

@@ -169,13 +169,17 @@ def connect(flags: argparse.Namespace) -> grpc.Channel:
     return grpc.secure_channel(flags.target, grpc.ssl_channel_credentials(ca, key, certificate), options=unlimited)
 
 
-def _explain(error: grpc.RpcError, target: str, *, tls: bool) -> str:
+def _tls_hint(flags: argparse.Namespace) -> str:
+    return "if the server uses TLS, give --tls-ca" if flags.tls_ca is None else "--tls-ca must be of a TLS server's signer"
+
+
+def explain(error: grpc.RpcError, target: str, hint: str) -> str:
+    """Why a call to `target` failed, in one line; `hint`: what may be wrong where a server refuses the connection."""
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.UNAVAILABLE and "Connection refused" in details:
         return f"no server answers at {target}; start one with: python -m pyengine.server"
     if code is grpc.StatusCode.UNAVAILABLE and "failed to connect" in details:
         reason = details.rpartition("last error: ")[2]
-        hint = "--tls-ca must be of a TLS server's signer" if tls else "if the server uses TLS, give --tls-ca"
         return f"cannot connect to {target}: {reason}; {hint}"
     if code is grpc.StatusCode.UNAVAILABLE and ("errors resolving" in details or "resolution failed" in details):
         return f"no host of the name in {target} is known"
@@ -243,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             else:
                 stream(stub.Generate(request, **options), request.sampling.n or 1)
     except grpc.RpcError as error:
-        print(f"error: {_explain(error, flags.target, tls=flags.tls_ca is not None)}", file=sys.stderr)
+        print(f"error: {explain(error, flags.target, _tls_hint(flags))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(file=sys.stderr)
