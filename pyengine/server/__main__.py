@@ -74,9 +74,10 @@ def _version() -> str:
 
 def _announce(server: InferenceServer, form: str) -> None:
     # Not log lines: whoever asked for port 0 needs them at any log level.
-    print(announcement(f"serving on {server.address}", form), file=sys.stderr, flush=True)
-    for name, http_port in server.http_ports.items():
-        print(announcement(f"serving {name} on {http_port.url}", form), file=sys.stderr, flush=True)
+    lines = [f"serving on {server.address}"]
+    lines += [f"serving {name} on {http_port.url}" for name, http_port in server.http_ports.items()]
+    for line in lines:
+        print(announcement("pyengine.server", line, form), file=sys.stderr, flush=True)
 
 
 def _configure_logging(level: str, form: str) -> None:

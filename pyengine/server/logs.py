@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from contextvars import ContextVar
 
 #: The request that the running task works for; set once it is admitted, and so in every log line that follows from it.
 REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
+
+_TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s%(suffix)s"
 
 
 class _WithRequestId(logging.Filter):
@@ -29,26 +30,31 @@ def configure_logging(level: str, form: str) -> None:
     """
     handler = logging.StreamHandler()
     handler.addFilter(_WithRequestId())
-    if form == "json":
-        from pythonjsonlogger.json import JsonFormatter
-
-        formatter: logging.Formatter = JsonFormatter(
-            "{asctime}{levelname}{name}{message}",
-            style="{",
-            rename_fields={"asctime": "timestamp", "levelname": "level", "name": "logger"},
-            reserved_attrs=[*_standard_attributes(), "suffix"],
-        )
-        formatter.default_msec_format = "%s.%03d"
-    else:
-        formatter = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s%(suffix)s")
-    handler.setFormatter(formatter)
+    handler.setFormatter(_json_formatter() if form == "json" else logging.Formatter(_TEXT))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+def _json_formatter() -> logging.Formatter:
+    from pythonjsonlogger.json import JsonFormatter
+
+    formatter: logging.Formatter = JsonFormatter(
+        "{asctime}{levelname}{name}{message}",
+        style="{",
+        rename_fields={"asctime": "timestamp", "levelname": "level", "name": "logger"},
+        reserved_attrs=[*_standard_attributes(), "suffix"],
+    )
+    formatter.default_msec_format = "%s.%03d"
+    return formatter
 
 
 def _standard_attributes() -> list[str]:
     return [*vars(logging.LogRecord("", 0, "", 0, "", None, None)), "message", "asctime"]
 
 
-def announcement(message: str, form: str) -> str:
-    """A line that is printed at any log level, in the log's form."""
-    return json.dumps({"message": message}) if form == "json" else message
+def announcement(logger: str, message: str, form: str) -> str:
+    """A line that is printed at any log level: a JSON object as every other of `logger`'s, or the message alone."""
+    if form != "json":
+        return message
+    record = logging.LogRecord(logger, logging.INFO, "", 0, message, None, None)
+    _WithRequestId().filter(record)
+    return _json_formatter().format(record)

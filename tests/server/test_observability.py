@@ -149,6 +149,7 @@ def test_without_the_library_the_error_says_what_to_install() -> None:
 def test_json_lines_with_request_ids_and_no_prompts() -> None:
     """A line a request if asked for, an object each; the prompt is in none."""
     flags = ["--port", "0", "--log-format", "json", "--enable-log-requests", "--log-level", "debug"]
+    flags += ["--http-port", "0", "--metrics-port", "0"]
     with ServerProcess(*FAKE, "ok", *flags) as process:
         target = process.wait_for(r'"serving on ([^"]+)"').group(1)
         with grpc.insecure_channel(target) as channel:
@@ -161,7 +162,11 @@ def test_json_lines_with_request_ids_and_no_prompts() -> None:
         assert process.exit_code() == 0
     lines = [json.loads(line) for line in process.lines]
     (line,) = (line for line in lines if "mine is over" in line["message"])
-    assert {"timestamp", "level", "logger", "message"} <= set(line)
+    for each in lines:
+        assert {"timestamp", "level", "logger", "message", "request_id"} <= set(each), each
+    addresses = [each for each in lines if each["message"].startswith("serving ")]
+    assert len(addresses) == 3
+    assert {(each["level"], each["logger"]) for each in addresses} == {("INFO", "pyengine.server")}
     assert (line["request_id"], line["outcome"], line["generation_tokens"]) == ("mine", "length", 3)
     assert "secret prompt" not in process.log
 
