@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import reprlib
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from pyengine.sampling_params import SamplingParams
 
 #: Characters of all stop strings of a request; the automaton has a state for each.
 MAX_STOP_CHARS = 65536
-MAX_PRIORITY = 2**31 - 1
+MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +105,10 @@ class InputProcessor:
         for name, value in (("cache_salt", cache_salt), ("tenant", tenant)):
             if value is not None:
                 _check_text(name, value)
-        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
-            raise InvalidRequestError("priority", f"must be an integer of 32 bits, got {priority!r}")
+        if isinstance(priority, bool) or not isinstance(priority, int) or not MIN_PRIORITY <= priority <= MAX_PRIORITY:
+            raise InvalidRequestError(
+                "priority", f"must be an integer in [{MIN_PRIORITY}, {MAX_PRIORITY}], got {reprlib.repr(priority)}"
+            )
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError("sampling_params", f"must be SamplingParams, got {type(params).__name__}")
         self._check_params(params)

@@ -42,7 +42,7 @@ def priority(field: int | None, headers: Mapping[str, str]) -> int:
     except ValueError:
         raise InvalidRequestError("x-priority", f"must be an integer, got {value!r}") from None
     if not _INT32[0] <= number <= _INT32[1]:
-        raise InvalidRequestError("x-priority", f"must be a 32-bit integer, got {number}")
+        raise InvalidRequestError("x-priority", f"must be in [{_INT32[0]}, {_INT32[1]}], got {number}")
     return number
 
 

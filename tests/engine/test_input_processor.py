@@ -98,6 +98,13 @@ def test_bad_options_name_the_field(options: dict[str, Any], field: str) -> None
     refuse(TextPrompt("the"), field, **options)
 
 
+@pytest.mark.parametrize("edge", [-(2**31), 2**31 - 1])
+def test_priorities_of_32_bits_are_taken_and_the_next_one_is_refused_with_the_bounds(edge: int) -> None:
+    assert processor().process("r", TextPrompt("the"), SamplingParams(), priority=edge).priority == edge
+    message = refuse(TextPrompt("the"), "priority", priority=edge + (1 if edge > 0 else -1))
+    assert "[-2147483648, 2147483647]" in message
+
+
 def test_too_long_for_the_model_is_refused_with_both_numbers() -> None:
     """Rule 13, and never clamped."""
     made = processor(num_kv_blocks=100)
