@@ -156,5 +156,5 @@ def _prompt_of(body: TokenizeRequest, frontend: Frontend) -> Prompt:
     if body.prompt is not None and body.messages is None:
         return TextPrompt(body.prompt, body.add_special_tokens)
     if body.messages is None or body.prompt is not None:
-        raise InvalidRequestError("prompt", "one of prompt and messages must be set")
+        raise InvalidRequestError("prompt", "exactly one of prompt and messages must be set")
     return chat_prompt(body.messages, body, trust_chat_template=frontend.trust_chat_template)

@@ -8,7 +8,7 @@ from typing import Any
 from pyengine.errors import InvalidRequestError
 from pyengine.inputs import ChatPrompt
 from pyengine.outputs import CompletionOutput, RequestOutput
-from pyengine.sampling_params import SamplingParams
+from pyengine.sampling_params import MAX_LOGPROBS, SamplingParams
 from pyengine.server import headers
 from pyengine.server.frontend import Frontend, GenerationCall
 from pyengine.server.http.answers import Formatter
@@ -69,6 +69,8 @@ def chat_prompt(messages: list[dict[str, Any]], body: TemplateOptions, *, trust_
 
 
 def _params(body: ChatCompletionRequest) -> SamplingParams:
+    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_LOGPROBS:
+        raise InvalidRequestError("top_logprobs", f"must be in [0, {MAX_LOGPROBS}], got {body.top_logprobs}")
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequestError("top_logprobs", "needs logprobs")
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
