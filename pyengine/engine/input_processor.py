@@ -185,7 +185,10 @@ class InputProcessor:
         if isinstance(token_ids, str | bytes | Mapping):
             raise InvalidRequestError(field, "must be a list of token ids")
         try:
-            ids = [operator.index(token_id) for token_id in token_ids]
+            given = list(token_ids)
+            if bool in set(map(type, given)):  # an int to Python, and a mistake here
+                raise TypeError
+            ids = list(map(operator.index, given))
         except TypeError:
             raise InvalidRequestError(field, "must be a list of integers") from None
         for token_id in ids:

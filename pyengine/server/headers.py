@@ -50,13 +50,12 @@ def cache_salt(field: str | None, headers: Mapping[str, str]) -> str | None:
     """The request's cache salt, none by default.
 
     Raises:
-        InvalidRequestError: naming the field.
+        InvalidRequestError: naming the field or the header.
     """
-    if field is None:
-        return headers.get("x-cache-salt") or None
-    if not field:
-        raise InvalidRequestError("cache_salt", "must not be empty")
-    return field
+    name, value = ("cache_salt", field) if field is not None else ("x-cache-salt", headers.get("x-cache-salt"))
+    if value == "":
+        raise InvalidRequestError(name, "must not be empty")
+    return value
 
 
 def trace_context(headers: Mapping[str, str]) -> Mapping[str, str]:

@@ -53,6 +53,7 @@ def test_text_token_ids_and_defaults() -> None:
         (TokensPrompt([5, 10**6]), "prompt_token_ids"),
         (TokensPrompt([2**80]), "prompt_token_ids"),
         (TokensPrompt([1.5]), "prompt_token_ids"),  # type: ignore[list-item]
+        (TokensPrompt([5, True]), "prompt_token_ids"),
         (TokensPrompt("text"), "prompt_token_ids"),  # type: ignore[arg-type]
         (TokensPrompt(5), "prompt_token_ids"),  # type: ignore[arg-type]
         (TextPrompt(5), "prompt"),  # type: ignore[arg-type]

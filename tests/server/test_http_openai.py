@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import openai
@@ -254,6 +255,7 @@ def test_models(client: openai.OpenAI) -> None:
         (openai.BadRequestError, "stream_options", {"stream_options": {"include_usage": True}}),
         (openai.BadRequestError, "chat_template", {"extra_body": {"chat_template": "{{ messages }}"}}),
         (openai.BadRequestError, "cache_salt", {"extra_body": {"cache_salt": ""}}),
+        (openai.BadRequestError, "x-cache-salt", {"extra_headers": {"x-cache-salt": ""}}),
         (openai.BadRequestError, "x-priority", {"extra_headers": {"x-priority": "high"}}),
         (openai.InternalServerError, "response_format", {"response_format": {"type": "json_object"}}),
         (openai.InternalServerError, "tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
@@ -278,6 +280,32 @@ def test_what_clients_send_and_this_server_has_no_use_for_is_let_pass(client: op
     extra = {"metadata": {"a": "b"}, "service_tier": "auto", "reasoning_effort": "low", "response_format": {"type": "text"}}
     nothing = dict.fromkeys(("temperature", "top_p", "n", "stop", "seed", "logit_bias", "max_tokens", "tools", "logprobs"))
     answer = client.chat.completions.create(model="fake", messages=MESSAGES, extra_body=extra | nothing)
+    assert answer.choices[0].finish_reason == "length"
+
+
+UNSUPPORTED = {
+    **{"length_penalty": 1.5, "early_stopping": True, "detokenize": False, "watermarking": True, "logits_processors": ["x"]},
+    **{"logprob_token_ids": [1], "return_tokens_as_token_ids": True, "return_token_offsets": True, "stream_interval": 2},
+    **{"kv_transfer_params": {"a": 1}, "vllm_xargs": {"a": 1}, "thinking_token_budget": 5, "repetition_detection": {}},
+}
+CHAT_UNSUPPORTED = {"documents": [{"text": "a"}], "mm_processor_kwargs": {"a": 1}, "add_special_tokens": True}
+
+
+@pytest.mark.parametrize(("name", "value"), (UNSUPPORTED | CHAT_UNSUPPORTED).items())
+def test_vllms_fields_that_cannot_be_honoured_are_refused(client: openai.OpenAI, name: str, value: Any) -> None:
+    calls: list[Callable[..., Any]] = [partial(client.chat.completions.create, messages=MESSAGES)]
+    if name in UNSUPPORTED:
+        calls.append(partial(client.completions.create, prompt="a"))
+    for call in calls:
+        with pytest.raises(openai.InternalServerError) as caught:
+            call(model="fake", extra_body={name: value})
+        assert (caught.value.status_code, caught.value.param) == (501, name)
+        assert call(model="fake", max_tokens=2, extra_body={name: None}).choices
+
+
+def test_vllms_fields_at_their_defaults_are_let_pass(client: openai.OpenAI) -> None:
+    defaults = {"length_penalty": 1.0, "detokenize": True, "stream_interval": 1, "vllm_xargs": {}, "add_special_tokens": False}
+    answer = client.chat.completions.create(model="fake", messages=MESSAGES, extra_body=defaults | {"nobodys_field": 1})
     assert answer.choices[0].finish_reason == "length"
 
 

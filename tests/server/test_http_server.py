@@ -224,12 +224,14 @@ def test_tokenize_and_the_rest(shared_http_server: RunningServer) -> None:
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
         ("/tokenize", {"prompt": "a", "model": "other"}, "model"),
+        ("/tokenize", {"prompt": "a", "return_token_strs": True}, "return_token_strs"),
         ("/detokenize", {"tokens": [512]}, "tokens"),
         ("/detokenize", {"tokens": ["5"]}, "tokens"),
         ("/detokenize", {}, "tokens"),
     ):
         status, answer, _ = call(server, path, body)
-        assert (status, answer["error"]["param"]) == (404 if param == "model" else 400, param)
+        wanted = {"model": 404, "return_token_strs": 501}.get(param, 400)
+        assert (status, answer["error"]["param"]) == (wanted, param)
     for path, method_body, expected in (("/v2/none", None, 404), ("/v1/completions", None, 405), ("/v1/models", {}, 405)):
         status, answer, _ = call(server, path, method_body)
         assert (status, answer["error"]["type"]) == (expected, "invalid_request_error")

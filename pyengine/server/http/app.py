@@ -92,6 +92,7 @@ def create_app(frontend: Frontend, *, max_body_bytes: int, keys: ApiKeys) -> Fas
         with frontend.call():
             body = await _read(request, TokenizeRequest, max_body_bytes)
             frontend.check_model(body.model)
+            body.check_supported()
             tokens = await frontend.engine.tokenize(_prompt_of(body, frontend))
             limit = frontend.engine.config.model.max_model_len
             return _json({"tokens": tokens, "count": len(tokens), "max_model_len": limit})

@@ -1,8 +1,8 @@
 """Request bodies: OpenAI's fields, and those that vLLM adds.
 
 Types are strict (no "5" for 5). Values are for `SamplingParams` and the engine to check, so that every port refuses the same.
-Fields that are unknown here are let pass, as OpenAI's own clients send new ones all the time; known ones that this engine
-cannot honour are refused, because a client must not take their effect for granted.
+Fields that are unknown here are let pass, as OpenAI's own clients send new ones all the time; OpenAI's and vLLM's that this
+engine cannot honour are refused, because a client must not take their effect for granted.
 """
 
 from __future__ import annotations
@@ -18,25 +18,56 @@ from pyengine.sampling_params import RequestOutputKind, SamplingParams
 class StrictModel(BaseModel):
     """A body with exact types."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+    #: Fields of OpenAI's and vLLM's that are honoured for these values only. Those that are not declared below are extras.
+    SUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
     model: str | None = None
+
+    def check_supported(self) -> None:
+        """Refuse what cannot be honoured.
+
+        Raises:
+            UnsupportedError, InvalidRequestError: naming the field.
+        """
+        for name, allowed in self.SUPPORTED.items():
+            given = getattr(self, name, None)  # an extra is an attribute where it was sent
+            if given is not None and not any(given == value for value in allowed):
+                raise UnsupportedError(name)
 
 
 class GenerationRequest(StrictModel):
     """What completions and chat completions share. None stands for the default, as OpenAI's clients send it."""
 
-    #: fields that are honoured for these values only
     SUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "best_of": (None, 1),
-        "use_beam_search": (None, False),
-        "truncate_prompt_tokens": (None,),
-        "structured_outputs": (None,),
-        "guided_json": (None,),
-        "guided_regex": (None,),
-        "guided_choice": (None,),
-        "guided_grammar": (None,),
-        "response_format": (None, {"type": "text"}),
+        "best_of": (1,),
+        "use_beam_search": (False,),
+        "truncate_prompt_tokens": (),
+        "structured_outputs": (),
+        "guided_json": (),
+        "guided_regex": (),
+        "guided_choice": (),
+        "guided_grammar": (),
+        "response_format": ({"type": "text"},),
+        "length_penalty": (1,),  # of beam search, as early_stopping
+        "early_stopping": (False,),
+        "detokenize": (True,),
+        "watermarking": (False,),
+        "logits_processors": ([],),
+        "logprob_token_ids": ([],),
+        "prompt_embeds": (),
+        "return_tokens_as_token_ids": (False,),
+        "return_token_offsets": (False,),
+        "return_mm_kwargs": (False,),
+        "kv_transfer_params": (),
+        "ec_transfer_params": (),
+        "vllm_xargs": ({},),
+        "repetition_detection": (),
+        "thinking_token_budget": (),
+        "stream_interval": (1,),
+        "routed_experts_prompt_start": (0,),
+        "skip_reading_prefix_cache": (False,),
     }
 
     temperature: float | None = None
@@ -85,9 +116,7 @@ class GenerationRequest(StrictModel):
         Raises:
             UnsupportedError, InvalidRequestError: naming the field.
         """
-        for name, allowed in self.SUPPORTED.items():
-            if not any(getattr(self, name) == value for value in allowed):
-                raise UnsupportedError(name)
+        super().check_supported()
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options", "applies to stream only")
         for name in ("include_usage", "continuous_usage_stats"):
@@ -144,7 +173,7 @@ def _token_id(key: str) -> int:
 class CompletionRequest(GenerationRequest):
     """The body of /v1/completions."""
 
-    SUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {**GenerationRequest.SUPPORTED, "suffix": (None, "")}
+    SUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {**GenerationRequest.SUPPORTED, "suffix": ("",)}
 
     prompt: str | list[str] | list[int] | list[list[int]]
     echo: bool | None = None
@@ -167,15 +196,20 @@ class ChatCompletionRequest(TemplateOptions, GenerationRequest):
 
     SUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
         **GenerationRequest.SUPPORTED,
-        "tools": (None, []),
-        "tool_choice": (None, "none", "auto"),
-        "functions": (None, []),
-        "function_call": (None, "none", "auto"),
-        "modalities": (None, ["text"]),
-        "audio": (None,),
-        "prediction": (None,),
-        "web_search_options": (None,),
-        "echo": (None, False),
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
+        "audio": (),
+        "prediction": (),
+        "web_search_options": (),
+        "documents": ([],),
+        "media_io_kwargs": ({},),
+        "mm_processor_kwargs": ({},),
+        "add_special_tokens": (False,),
+        "return_prompt_text": (False,),
+        "echo": (False,),
     }
 
     messages: list[dict[str, Any]]
@@ -196,6 +230,13 @@ class ChatCompletionRequest(TemplateOptions, GenerationRequest):
 
 class TokenizeRequest(TemplateOptions):
     """The body of /tokenize: a prompt or messages."""
+
+    SUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "return_token_strs": (False,),
+        "tools": ([],),
+        "media_io_kwargs": ({},),
+        "mm_processor_kwargs": ({},),
+    }
 
     prompt: str | None = None
     add_special_tokens: bool = True
