@@ -230,6 +230,7 @@ def resolve_load(args: EngineArgs, arch: ModelArchConfig, hardware: HardwareInfo
     device = _resolve_device(args, hardware)
     if arch.head_dim not in HEAD_DIMS:
         raise ConfigError("model", f"head size {arch.head_dim} is not supported; supported: {HEAD_DIMS}")
+    _check_step_fits(args, arch, hardware)
     limit = arch.max_position_embeddings
     if args.max_model_len is not None and args.max_model_len > limit:
         raise ConfigError("max_model_len", f"{args.max_model_len} is more than the model's own {limit}")
@@ -306,6 +307,22 @@ def _resolve_device(args: EngineArgs, hardware: HardwareInfo) -> ResolvedDevice:
     return args.device
 
 
+def _check_step_fits(args: EngineArgs, arch: ModelArchConfig, hardware: HardwareInfo) -> None:
+    """Refuse steps whose largest buffers alone are more than the memory that is there.
+
+    The bounds are lower ones: of a sequence its row of fp32 logits, of a token its hidden state and MLP activation in 16 bits.
+    """
+    for name, unit, num_bytes in (
+        ("max_num_seqs", "sequences", 4 * arch.vocab_size),
+        ("max_num_batched_tokens", "tokens", 2 * (arch.hidden_size + arch.intermediate_size)),
+    ):
+        wanted, fit = getattr(args, name), hardware.available_memory // num_bytes
+        # What is not asked for, or is no more than the default of max_num_seqs, is left for the KV pool to refuse.
+        if wanted is not None and wanted > max(fit, EngineArgs.max_num_seqs):
+            memory = f"{num_bytes} bytes each are more than the {hardware.available_memory / GIB:.2f} GiB available"
+            raise ConfigError(name, f"{wanted} {unit} in a step, at least {memory}, which hold at most {fit}")
+
+
 def _resolve_token_budget(args: EngineArgs, device: ResolvedDevice, max_model_len: int) -> int:
     """Query tokens of one step."""
     budget = args.max_num_batched_tokens or (2048 if device == "cuda" else 512)
@@ -360,6 +377,10 @@ def _resolve_cache(
     blocks_per_seq = -(-max_model_len // args.block_size)
     if args.num_kv_blocks is not None:
         num_blocks = args.num_kv_blocks
+        fit = hardware.available_memory // block_bytes
+        if num_blocks > fit:
+            size = f"{num_blocks * block_bytes / GIB:.2f} GiB; {hardware.available_memory / GIB:.2f} GiB are available"
+            raise ConfigError("num_kv_blocks", f"{num_blocks} blocks of {block_bytes} bytes are {size}, for at most {fit}")
     else:
         share = args.gpu_memory_utilization or (0.9 if device == "cuda" else 0.5)
         fit = int(hardware.available_memory * share) // block_bytes

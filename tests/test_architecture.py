@@ -102,6 +102,18 @@ def test_rule_15_default_flags_resolve_on_a_small_machine() -> None:
     assert config.notes
 
 
+@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "num_kv_blocks"])
+def test_what_cannot_fit_into_memory_is_refused_with_the_most_that_fits(name: str) -> None:
+    machine = HardwareInfo(has_cuda=False, available_memory=2**27, num_cores=1)
+    with pytest.raises(ConfigError, match=f"^{name}: 1000000000 .* 0.12 GiB .* at most [0-9]+") as error:
+        resolve(EngineArgs(**{name: 10**9}), "model", ARCH, machine)  # type: ignore[arg-type]
+    most = int(error.value.message.split("at most ")[1].split()[0])
+    assert most > 256
+    resolve(EngineArgs(**{name: most}), "model", ARCH, machine)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"^{name}: "):
+        resolve(EngineArgs(**{name: most + 1}), "model", ARCH, machine)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("flags", "field"),
     [

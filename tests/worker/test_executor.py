@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,13 +51,28 @@ def test_calls_out_of_order_are_errors(tiny_llama: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "field"), [({"num_kv_blocks": 2**40}, "num_kv_blocks"), ({"swap_space": 2.0**19}, "swap_space")]
+    ("flags", "message"),
+    [
+        ({"num_kv_blocks": 2**40}, "num_kv_blocks: .* GiB are available, for at most "),
+        ({"swap_space": 2.0**19}, "swap_space: .* cannot be allocated"),
+    ],
 )
-def test_a_pool_that_memory_cannot_hold_names_its_flag(tiny_llama: Path, flags: dict[str, float], field: str) -> None:
+def test_a_pool_that_memory_cannot_hold_names_its_flag(tiny_llama: Path, flags: dict[str, float], message: str) -> None:
     args = EngineArgs(**({"device": "cpu", "max_model_len": 128, "num_kv_blocks": 20} | flags))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="cannot be allocated") as caught:
+    with pytest.raises(ConfigError, match=f"^{message}"):
         make_executor(tiny_llama, args)
-    assert caught.value.field == field
+
+
+def test_a_pool_that_the_system_refuses_names_its_flag(tiny_llama: Path) -> None:
+    """Although the machine was said to have the memory."""
+    checkpoint = open_checkpoint(str(tiny_llama))
+    args = EngineArgs(device="cpu", max_model_len=128, num_kv_blocks=2**40)
+    machine = replace(MACHINE, available_memory=2**62)
+    executor = UniprocExecutor(checkpoint, resolve_load(args, checkpoint.arch, machine))
+    executor.load_model()
+    with pytest.raises(ConfigError, match=r"^num_kv_blocks: .* cannot be allocated"):
+        executor.initialize_kv_cache(resolve(args, checkpoint.name, checkpoint.arch, machine))
+    executor.shutdown()
 
 
 def test_a_build_without_cuda_says_so() -> None:
