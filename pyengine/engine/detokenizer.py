@@ -41,7 +41,7 @@ def _byte_level_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in kept} | {chr(256 + i): byte for i, byte in enumerate(moved)}
 
 
-_BYTE_LEVEL = _byte_level_alphabet()
+BYTE_LEVEL_ALPHABET = _byte_level_alphabet()
 
 
 def _decoder_steps(backend: Any) -> list[dict[str, Any]]:
@@ -123,8 +123,8 @@ class TokenVocabulary:
         if token is None:
             return None, False
         if self.kind == "byte_level":
-            if all(char in _BYTE_LEVEL for char in token):
-                return bytes(_BYTE_LEVEL[char] for char in token), False
+            if all(char in BYTE_LEVEL_ALPHABET for char in token):
+                return bytes(BYTE_LEVEL_ALPHABET[char] for char in token), False
             return token.encode(), False  # an added token is its own text
         old, new = self._replace
         if old:

@@ -8,11 +8,13 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from pyengine.config import EngineConfig
 from pyengine.engine.chat import render_chat
 from pyengine.engine.dead_ends import check_no_dead_end
+from pyengine.engine.prompt_bound import PromptBound, prompt_bound
 from pyengine.engine.stop_strings import StopAutomaton
 from pyengine.errors import InvalidRequestError
 from pyengine.inputs import ChatPrompt, Prompt, TextPrompt, TokensPrompt
@@ -20,6 +22,9 @@ from pyengine.sampling_params import SamplingParams
 
 #: Characters of all stop strings of a request; the automaton has a state for each.
 MAX_STOP_CHARS = 65536
+#: Bad words of a request, which each step compares the output with, and their characters.
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORDS_CHARS = 65536
 MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
 
 
@@ -114,7 +119,7 @@ class InputProcessor:
         self._check_params(params)
         if self._tokenizer is None and params.detokenize:
             params = params.replace(detokenize=False)
-        text, token_ids = self.tokenize(prompt)
+        text, token_ids = self.tokenize(prompt, must_fit=True)
         stop_token_ids, bad_words_token_ids = self._stop_token_ids(params), self._bad_words(params.bad_words)
         check_no_dead_end(
             allowed_token_ids=params.allowed_token_ids,
@@ -139,8 +144,12 @@ class InputProcessor:
             tenant=tenant,
         )
 
-    def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def tokenize(self, prompt: Prompt, *, must_fit: bool = False) -> tuple[str | None, list[int]]:
         """A prompt's text (None for token ids) and its token ids, at least one.
+
+        Args:
+            prompt: in any form.
+            must_fit: refuse text that cannot fit the model by its length alone, without the time to tokenise it.
 
         Raises:
             InvalidRequestError: naming the field.
@@ -151,9 +160,11 @@ class InputProcessor:
             token_ids = self._check_token_ids("prompt_token_ids", prompt.token_ids)
         elif isinstance(prompt, TextPrompt):
             text = _check_text("prompt", prompt.text, empty=True)
+            self._check_length("prompt", text, must_fit)
             token_ids = self._encode(text, prompt.add_special_tokens)
         elif isinstance(prompt, ChatPrompt):
             text = render_chat(self._need_tokenizer("messages"), prompt)
+            self._check_length("messages", text, must_fit)
             token_ids = self._encode(text, False)  # the template writes the special tokens itself
         else:
             raise InvalidRequestError("prompt", f"must be text, token ids or messages, got {type(prompt).__name__}")
@@ -176,6 +187,18 @@ class InputProcessor:
         if self._tokenizer is None:
             raise InvalidRequestError(field, "needs a tokenizer, and the engine runs with skip_tokenizer_init")
         return self._tokenizer
+
+    def _check_length(self, field: str, text: str, must_fit: bool) -> None:
+        if not must_fit or len(text) < self._max_model_len or self._prompt_bound is None:
+            return
+        num_tokens = self._prompt_bound.min_tokens(text)
+        if num_tokens >= self._max_model_len:
+            have = f"the prompt has {len(text)} characters, {num_tokens} tokens or more"
+            raise InvalidRequestError(field, f"{have}; max_model_len is {self._max_model_len}")
+
+    @cached_property
+    def _prompt_bound(self) -> PromptBound | None:
+        return None if self._tokenizer is None else prompt_bound(self._tokenizer)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         tokenizer = self._need_tokenizer("prompt")
@@ -205,8 +228,11 @@ class InputProcessor:
             self._need_tokenizer("stop")
         if params.bad_words:
             self._need_tokenizer("bad_words")
-        if sum(map(len, params.stop)) > MAX_STOP_CHARS:
-            raise InvalidRequestError("stop", f"must hold at most {MAX_STOP_CHARS} characters in all")
+        if len(params.bad_words) > MAX_BAD_WORDS:
+            raise InvalidRequestError("bad_words", f"must hold at most {MAX_BAD_WORDS} words, got {len(params.bad_words)}")
+        for field, most in (("stop", MAX_STOP_CHARS), ("bad_words", MAX_BAD_WORDS_CHARS)):
+            if sum(map(len, getattr(params, field))) > most:
+                raise InvalidRequestError(field, f"must hold at most {most} characters in all")
         for field, words in (("stop", params.stop), ("bad_words", params.bad_words)):
             for word in words:
                 _check_text(field, word)
@@ -217,14 +243,14 @@ class InputProcessor:
 
     def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """Each word's tokens at the start of a text and after a space."""
-        found: list[list[int]] = []
+        found: dict[tuple[int, ...], None] = {}  # in order
         for word in words:
             bare = word.lstrip() or word
             for text in (bare, " " + bare):
                 ids = self._encode(text, False)
-                if ids and ids not in found:
-                    found.append(self._check_token_ids("bad_words", ids))
-        return found
+                if ids:
+                    found.setdefault(tuple(self._check_token_ids("bad_words", ids)))
+        return list(map(list, found))
 
     def _max_total_tokens(self, field: str, num_prompt_tokens: int, max_tokens: int | None) -> int:
         """Longest that the sequence may become, refusing what fits neither the model nor the pool: never clamped."""

@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 import sample_tokenizers
 from fake_executor import fake_config
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from pyengine.engine.input_processor import MAX_STOP_CHARS, InputProcessor
+from pyengine.engine.detokenizer import BYTE_LEVEL_ALPHABET
+from pyengine.engine.input_processor import MAX_BAD_WORDS, MAX_STOP_CHARS, InputProcessor
+from pyengine.engine.prompt_bound import prompt_bound
 from pyengine.errors import InvalidRequestError, UnsupportedError
 from pyengine.inputs import ChatPrompt, Prompt, TextPrompt, TokensPrompt
 from pyengine.sampling_params import SamplingParams
@@ -117,6 +121,48 @@ def test_too_long_for_the_model_is_refused_with_both_numbers() -> None:
     refuse(TextPrompt("a" * 300), "prompt", made)
     assert made.process("r", TokensPrompt([5] * 100), SamplingParams(max_tokens=156)).max_total_tokens == 256
     assert made.process("r", TokensPrompt([5] * 255), SamplingParams(max_tokens=None)).max_total_tokens == 256
+
+
+def test_text_that_cannot_fit_is_refused_before_it_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = processor(num_kv_blocks=100)
+    longest = max(map(len, TOKENIZER.get_vocab()))
+    text = "a" * 256 * longest
+    monkeypatch.setattr(made, "_encode", lambda *_: pytest.fail("it was tokenised"))
+    message = refuse(TextPrompt(text), "prompt", made)
+    assert message == f"the prompt has {len(text)} characters, 256 tokens or more; max_model_len is 256"
+    monkeypatch.undo()
+    assert len(made.tokenize(TextPrompt(text))[1]) == len(text)  # whoever only asks for tokens gets them
+
+
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
+def test_no_text_has_fewer_tokens_than_the_bound_says(name: str) -> None:
+    tokenizer = getattr(sample_tokenizers, name)()
+    bound = prompt_bound(tokenizer)
+    assert bound is not None
+    longest = max(tokenizer.get_vocab(), key=len)
+    for text in (longest * 50, sample_tokenizers.TEXT * 20, " " * 99, "\n\n  " * 40, "\x04\x06" * 99):
+        assert 1 <= bound.min_tokens(text) <= len(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def test_the_bound_does_not_count_what_the_tokenizer_leaves_out() -> None:
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(BYTE_LEVEL_ALPHABET) if c != "Ą"}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bound = prompt_bound(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+    assert bound is not None
+    assert tokenizer.encode("a\x04b\x04").tokens == ["a", "b"]
+    assert (bound.max_chars, bound.min_tokens("a\x04b\x04")) == (1, 2)
+    tokenizer.add_tokens([AddedToken("<x>", rstrip=True)])  # takes any number of spaces
+    assert prompt_bound(PreTrainedTokenizerFast(tokenizer_object=tokenizer)) is None
+    assert prompt_bound(sample_tokenizers.metaspace()) is None  # fuses what it does not know
+
+
+def test_too_many_bad_words_are_refused() -> None:
+    words = [f"w{i}" for i in range(MAX_BAD_WORDS)]
+    assert len(processor().process("r", TextPrompt("the"), SamplingParams(bad_words=words)).bad_words_token_ids) > len(words)
+    assert "at most 1024 words, got 1025" in refuse(
+        TextPrompt("the"), "bad_words", params=SamplingParams(bad_words=[*words, "x"])
+    )
+    assert "65536 characters" in refuse(TextPrompt("the"), "bad_words", params=SamplingParams(bad_words=["a" * 65537]))
 
 
 def test_too_long_for_the_pool_is_refused_with_both_numbers() -> None:
