@@ -120,8 +120,9 @@ def _json(value: Any) -> Response:
 
 def _body_schema(model: type[StrictModel]) -> dict[str, Any]:
     """For /openapi.json: bodies are parsed here and not by FastAPI, whose errors are not OpenAI's."""
-    schema = {"schema": model.model_json_schema()}
-    return {"requestBody": {"required": True, "content": {"application/json": schema}}}
+    schema = model.model_json_schema()
+    schema.pop("additionalProperties", None)  # true is what its absence says
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 async def _read(request: Request, model: type[Body], limit: int) -> Body:
