@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
+from kernel_backend import CPU_ISAS, QUANTIZED_ISAS, KernelBackend
 from mirror import MirroredOps
-from torch import Tensor
 
 from pyengine.ops import get_ops, load_core
 
-CPU_ISAS = ("scalar", "avx2", "avx512")
-#: Those of the quantised kernels; avx512_vnni and amx take every other kernel from avx512.
-QUANTIZED_ISAS = (*CPU_ISAS, "avx512_vnni", "amx")
 #: What `--kernel-device` may name: the ops, and where the tests' tensors are mirrored to.
 DEVICES = {"cuda": ("cuda", "cuda"), "mirror": ("emulated", "cpu")}
 
@@ -29,28 +24,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         chosen = metafunc.config.getoption("--kernel-device", default=None)
         names = [chosen] if chosen else [*(f"cpu-{isa}" for isa in CPU_ISAS), "emulated"]
         metafunc.parametrize("backend", names, indirect=True)
-
-
-@dataclass(frozen=True)
-class KernelBackend:
-    """One set of ops, with the instruction set that was forced for it."""
-
-    name: str
-    ops: Any  # an Ops, or one that mirrors CPU tensors to a device
-    isa: str | None  # None: not a CPU backend
-
-    @property
-    def is_cpu(self) -> bool:
-        return self.isa is not None
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether threads are emulated: such a backend gets the smaller problems only."""
-        return self.name in ("emulated", "mirror")
-
-    def key_cache(self, cache: Tensor) -> Tensor:
-        """`cache` [num_blocks, num_kv_heads, block_size, head_dim] in the layout of keys that this backend takes."""
-        return cache.transpose(2, 3).contiguous().transpose(2, 3) if self.is_cpu else cache.contiguous()
 
 
 @pytest.fixture(scope="package", autouse=True)

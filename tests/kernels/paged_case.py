@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import references
 import torch
-from conftest import KernelBackend
+from kernel_backend import KernelBackend
 from references import AttentionOptions
 from torch import Tensor
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from checks import assert_same_bits, poison
-from conftest import KernelBackend
+from kernel_backend import KernelBackend
 from paged_case import CaseShape, PagedCase, make_case
 from torch import Tensor
 

@@ -8,9 +8,9 @@ import pytest
 import references
 import torch
 from checks import assert_close, assert_same_bits, pairwise, poison, strided_rows
-from conftest import KernelBackend
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kernel_backend import KernelBackend
 from torch import Tensor
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from checks import assert_close, assert_same_bits, poison
-from conftest import KernelBackend
+from kernel_backend import KernelBackend
 from torch import Tensor
 
 

@@ -8,9 +8,9 @@ from itertools import product
 import pytest
 import torch
 from checks import ATTENTION_TOLERANCE, assert_close, pairwise
-from conftest import KernelBackend
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kernel_backend import KernelBackend
 from paged_case import CaseShape, make_case, solved_case
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16

@@ -8,10 +8,10 @@ import pytest
 import references
 import torch
 from checks import assert_same_bits, pairwise, poison, strided_rows
-from conftest import KernelBackend
 from gguf_blocks import FORMATS, block_sizes, dequantize_blocks, quantize_blocks, random_blocks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kernel_backend import KernelBackend
 from torch import Tensor
 
 from pyengine.ops import get_ops, load_core

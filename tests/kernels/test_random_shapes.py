@@ -5,9 +5,9 @@ from __future__ import annotations
 import references
 import torch
 from checks import ATTENTION_TOLERANCE, assert_close, assert_same_bits, poison
-from conftest import KernelBackend
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kernel_backend import KernelBackend
 from paged_case import CaseShape, make_case
 from test_sampling_ops import reference_draw
 

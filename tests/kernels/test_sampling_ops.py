@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from checks import assert_close, assert_same_bits
-from conftest import KernelBackend
+from kernel_backend import KernelBackend
 from torch import Tensor
 
 from pyengine.sampling.draw import TokenDrawer

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 import torch
-
-
-class Reference(Protocol):
-    def greedy(self, prompt: tuple[int, ...], num_tokens: int) -> list[int]: ...
-
-    def logprobs(self, token_ids: list[int]) -> torch.Tensor: ...
+from token_reference import Reference
 
 
 @pytest.fixture(scope="session")

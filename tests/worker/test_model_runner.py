@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Reference
 from driver import Chances, Driver, Sequence, make_executor
+from token_reference import Reference
 
 from pyengine.config import EngineArgs, EngineConfig
 from pyengine.sampling_params import SamplingParams
