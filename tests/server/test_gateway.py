@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import subprocess
@@ -213,15 +214,19 @@ def test_a_worker_that_was_restarted_is_followed_anew(fleet: Fleet) -> None:
     port = lost.address.rsplit(":", 1)[1]
     with ServerProcess(*WORKER, "--port", port) as process:
         again = Worker(process, process.wait_ready(), process.wait_for(r"^serving http on (\S+)$").group(1))
-        prefix = "A new chapter. " + " ".join(f"{j} ships and {j} boats," for j in range(24))
-        with fleet.client(again.http) as direct:
-            direct.chat.completions.create(**GREEDY, messages=chat(f"{prefix} How many?"))
         deadline = time.monotonic() + READY_SECONDS
-        with fleet.client() as through:
-            while again.num_served() < 2:  # the gateway finds it, and then prefers it for its prefix
+        with fleet.client(again.http) as direct, fleet.client() as through:
+            for (
+                chapter
+            ) in itertools.count():  # until the gateway has found it; a prefix that the other worker has seen tells nothing
                 assert time.monotonic() < deadline, fleet.log.read_text()[-4000:]
+                prefix = f"New chapter {chapter}. " + " ".join(f"{chapter}{j} ships and {j} boats," for j in range(24))
+                direct.chat.completions.create(**GREEDY, messages=chat(f"{prefix} How many?"))
+                served = again.num_served()
+                _settle()
                 answer = through.chat.completions.create(**GREEDY, messages=chat(f"{prefix} How many ships?"))
-                time.sleep(1)
+                if again.num_served() > served:  # preferred for its prefix
+                    break
         assert answer.usage is not None
         assert answer.usage.prompt_tokens_details is not None
         assert (answer.usage.prompt_tokens_details.cached_tokens or 0) > 100
