@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from google.protobuf.descriptor import ServiceDescriptor
-from google.protobuf.message import DecodeError, Message
-from google.protobuf.message_factory import GetMessageClass
 from google.protobuf.struct_pb2 import Struct, Value
 
 from pyengine.config import EngineConfig
@@ -29,7 +27,7 @@ _FINISH_REASONS = {
     "error": pb.FINISH_REASON_ERROR,
 }
 #: The engine's names of what a request of this API calls otherwise.
-_API_FIELDS = {
+API_FIELDS = {
     "prompt": "text",
     "prompt_token_ids": "token_ids",
     "messages": "chat.messages",
@@ -38,34 +36,6 @@ _API_FIELDS = {
     "continue_final_message": "chat.continue_final_message",
 }
 _UNSUPPORTED_SAMPLING = ("best_of", "beam_search")
-
-
-def parser(method: str) -> Callable[[bytes], Message | InvalidRequestError]:
-    """The request deserialiser of a method of `SERVICE`.
-
-    gRPC answers INTERNAL if a deserialiser raises, though it is the client who is wrong; so the error is returned, and the
-    servicer raises it.
-    """
-    message_type = GetMessageClass(SERVICE.methods_by_name[method].input_type)
-
-    def parse(data: bytes) -> Message | InvalidRequestError:
-        message = message_type()
-        try:
-            message.ParseFromString(data)
-        except DecodeError:
-            return InvalidRequestError("request", f"is not a valid {message_type.DESCRIPTOR.full_name}")
-        return message
-
-    return parse
-
-
-def serialise(message: Message) -> bytes:
-    return message.SerializeToString()
-
-
-def in_api_terms(error: InvalidRequestError | UnsupportedError) -> InvalidRequestError | UnsupportedError:
-    """An error of the engine, its field named as the client spelled it."""
-    return type(error)(_API_FIELDS.get(error.field, error.field), error.message)
 
 
 # Requests

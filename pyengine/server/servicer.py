@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from typing import Any
 
 import grpc
 
-from pyengine.errors import InvalidRequestError, UnsupportedError
 from pyengine.sampling_params import RequestOutputKind
 from pyengine.server import convert
 from pyengine.server.frontend import Frontend, GenerationCall
-from pyengine.server.status import errors_as_status
+from pyengine.server.grpc_service import CallFrame, add_service
 
 SERVICE_NAME: str = convert.SERVICE.full_name
 
@@ -22,6 +20,7 @@ class InferenceServicer:
 
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
+        self._call = CallFrame(frontend, convert.API_FIELDS)
 
     async def Generate(self, request: Any, context: grpc.aio.ServicerContext) -> None:
         # Written with context.write, not as an async generator: a cancellation must surface inside this coroutine, so that
@@ -76,19 +75,6 @@ class InferenceServicer:
 
     # What they share
 
-    @asynccontextmanager
-    async def _call(
-        self, request: Any, context: grpc.aio.ServicerContext, method: str, *, while_draining: bool = False
-    ) -> AsyncIterator[None]:
-        async with errors_as_status(context, method):
-            with self._frontend.call(while_draining=while_draining):
-                if isinstance(request, InvalidRequestError):
-                    raise request
-                try:
-                    yield
-                except (InvalidRequestError, UnsupportedError) as error:
-                    raise convert.in_api_terms(error) from error
-
     def _generation_call(self, request: Any, context: grpc.aio.ServicerContext, kind: RequestOutputKind) -> GenerationCall:
         self._frontend.check_model(convert.model_of(request))
         metadata = context.invocation_metadata() or ()
@@ -96,13 +82,5 @@ class InferenceServicer:
 
 
 def add_to_server(servicer: InferenceServicer, server: grpc.aio.Server) -> None:
-    """Register the service, with parsers that blame the client for bytes that are no message."""
-    handlers = {}
-    for method in convert.SERVICE.methods:
-        make = grpc.unary_stream_rpc_method_handler if method.server_streaming else grpc.unary_unary_rpc_method_handler
-        handlers[method.name] = make(
-            getattr(servicer, method.name),
-            request_deserializer=convert.parser(method.name),
-            response_serializer=convert.serialise,
-        )
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
+    """Register the service."""
+    add_service(convert.SERVICE, servicer, server)

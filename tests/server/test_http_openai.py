@@ -252,7 +252,6 @@ def test_models(client: openai.OpenAI) -> None:
         (openai.BadRequestError, "stop", {"stop": [""]}),
         (openai.BadRequestError, "seed", {"seed": 2**64}),
         (openai.BadRequestError, "logit_bias", {"logit_bias": {"five": 1}}),
-        (openai.BadRequestError, "stream_options", {"stream_options": {"include_usage": True}}),
         (openai.BadRequestError, "chat_template", {"extra_body": {"chat_template": "{{ messages }}"}}),
         (openai.BadRequestError, "cache_salt", {"extra_body": {"cache_salt": ""}}),
         (openai.BadRequestError, "x-cache-salt", {"extra_headers": {"x-cache-salt": ""}}),
@@ -266,14 +265,18 @@ def test_errors_have_the_clients_own_types(
     client: openai.OpenAI, error: type[openai.APIStatusError], param: str, change: Any, stream: bool
 ) -> None:
     """Also in streaming calls, where whatever shows by the first output is a status and not an event."""
-    if stream and param == "stream_options":
-        pytest.skip("right with stream")
     with pytest.raises(error) as caught:
         client.chat.completions.create(**{"model": "fake", "messages": MESSAGES, "stream": stream} | change)
     assert caught.value.param == param.split(":")[0]
     assert param in caught.value.message
     assert caught.value.status_code == {openai.NotFoundError: 404, openai.BadRequestError: 400}.get(error, 501)
     assert caught.value.code == ("model_not_found" if param == "model" else None)
+
+
+def test_stream_options_are_for_streams(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="fake", messages=MESSAGES, stream_options={"include_usage": True})
+    assert caught.value.param == "stream_options"
 
 
 def test_what_clients_send_and_this_server_has_no_use_for_is_let_pass(client: openai.OpenAI) -> None:

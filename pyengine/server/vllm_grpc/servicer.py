@@ -9,20 +9,17 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from typing import Any, NoReturn
 
 import grpc
-from google.protobuf.message import DecodeError, Message
-from google.protobuf.message_factory import GetMessageClass
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import common_pb2
 
 from pyengine.errors import InvalidRequestError, RequestCancelledError, UnsupportedError
 from pyengine.server.frontend import Frontend, State
-from pyengine.server.status import errors_as_status
-from pyengine.server.vllm_grpc import SERVICE_NAME, convert, tokenizer_archive
+from pyengine.server.grpc_service import CallFrame, add_service
+from pyengine.server.vllm_grpc import convert, tokenizer_archive
 from pyengine.server.vllm_grpc.kv_events import KVEventMessages
 from pyengine.server.vllm_grpc.loads import LoadReporter
 
@@ -37,6 +34,7 @@ class VllmEngineServicer:
 
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
+        self._call = CallFrame(frontend, convert.API_FIELDS)
         self._started = time.monotonic()
         self._last_receive = 0.0  # seconds since the epoch; 0: nothing yet
         self._loads = LoadReporter(frontend.version)
@@ -171,40 +169,7 @@ class VllmEngineServicer:
             raise UnsupportedError(method, message)
         raise AssertionError("unreachable: the call has been aborted")
 
-    @asynccontextmanager
-    async def _call(
-        self, request: Any, context: grpc.aio.ServicerContext, method: str, *, while_draining: bool = False
-    ) -> AsyncIterator[None]:
-        async with errors_as_status(context, method):
-            with self._frontend.call(while_draining=while_draining):
-                if isinstance(request, InvalidRequestError):
-                    raise request
-                try:
-                    yield
-                except (InvalidRequestError, UnsupportedError) as error:
-                    raise type(error)(convert.API_FIELDS.get(error.field, error.field), error.message) from error
-
 
 def add_to_server(servicer: VllmEngineServicer, server: grpc.aio.Server) -> None:
-    """Register the service, with parsers that blame the client for bytes that are no message."""
-    handlers = {}
-    for method in SERVICE.methods:
-        make = grpc.unary_stream_rpc_method_handler if method.server_streaming else grpc.unary_unary_rpc_method_handler
-        handlers[method.name] = make(
-            getattr(servicer, method.name),
-            request_deserializer=_parser(GetMessageClass(method.input_type)),
-            response_serializer=lambda message: message.SerializeToString(),
-        )
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
-
-
-def _parser(message_type: type[Message]) -> Callable[[bytes], Message | InvalidRequestError]:
-    def parse(data: bytes) -> Message | InvalidRequestError:
-        message = message_type()
-        try:
-            message.ParseFromString(data)
-        except DecodeError:
-            return InvalidRequestError("request", f"is not a valid {message_type.DESCRIPTOR.full_name}")
-        return message
-
-    return parse
+    """Register the service."""
+    add_service(SERVICE, servicer, server)
