@@ -70,12 +70,9 @@ class TenantShares:
         return BlockUsage(int(tenant.kv_quota * self._num_blocks)) if tenant.is_rationed else None
 
     def of(self, request: Request) -> TenantShare:
-        """The share of the request's tenant, which `adding` has looked up."""
+        """The share of the request's tenant, which `resolve` has looked up."""
         assert request.tenant is not None
         return self._shares[request.tenant]
-
-    def __iter__(self) -> Iterable[TenantShare]:
-        return iter(self._shares.values())
 
     # ---- requests come and go
 

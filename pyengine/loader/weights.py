@@ -22,7 +22,8 @@ from pyengine.ops import Ops
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+#: torch's types of weights and activations, by the configuration's names.
+MODEL_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def load_model(checkpoint: Checkpoint, load_config: LoadConfig, ops: Ops) -> CausalLM:
@@ -44,7 +45,7 @@ def load_model(checkpoint: Checkpoint, load_config: LoadConfig, ops: Ops) -> Cau
     device = torch.device("cuda" if load_config.device == "cuda" else "cpu")
     started = time.monotonic()
     try:
-        model = create_model(checkpoint.arch, ops=ops, dtype=_DTYPES[load_config.dtype], device=device)
+        model = create_model(checkpoint.arch, ops=ops, dtype=MODEL_DTYPES[load_config.dtype], device=device)
     except ModelLoadError as error:
         raise ModelLoadError(f"{checkpoint.path}: {error}") from error
     check_tensors(checkpoint, model)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pyengine.config import EngineConfig
 from pyengine.layers.attention_metadata import AttentionMetadata
+from pyengine.loader.weights import MODEL_DTYPES
 from pyengine.worker.backend import Graph, GraphRecorder
 from pyengine.worker.backends.attention_plan import DEFAULT_SPLIT_SIZE, workspace_size
 from pyengine.worker.step_replay import StepRunner
@@ -30,7 +31,6 @@ logger = logging.getLogger(__name__)
 #: Runs the layers: input_ids, positions int64 [num_tokens], the batch -> hidden states [num_tokens, hidden_size].
 Forward = Callable[[Tensor, Tensor, AttentionMetadata], Tensor]
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _PADDING_WORK = (-1, 0, 0, -1)  # an entry of a plan that does nothing
 
 
@@ -205,7 +205,7 @@ class GraphStepRunner:
 
     def __init__(self, step: StepRunner, recorder: GraphRecorder, config: EngineConfig, device: torch.device) -> None:
         self._step = step
-        dtype = _DTYPES[config.model.dtype]
+        dtype = MODEL_DTYPES[config.model.dtype]
         with torch.inference_mode():
             self.graphs = DecodeGraphs(step.forward, recorder, shape=GraphShape.of(config), dtype=dtype, device=device)
             if recorder.records_at_start:
