@@ -42,6 +42,7 @@ def main() -> None:
         "startup": ("startup", rounds),
         "profile_step": ("profile_step", []),
         "mixed_load": ("mixed_load", rounds),
+        "mixed_load_without_pace": ("mixed_load", [*rounds, "--target-itl-ms", "0"]),
         "mixed_load_with_target": ("mixed_load", [*rounds, "--target-itl-ms", "80"]),
         "contention": ("contention", rounds),
         "quality": ("quality", ["--tokens", "4096"]),

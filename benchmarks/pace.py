@@ -94,7 +94,7 @@ def main() -> None:
     flags, rest = parser.parse_known_args()
     rates = [float(rate) for rate in flags.rates.split(",")]
     results: dict[str, dict[float, dict[str, float]]] = {}
-    for label, extra in (("without", []), ("with", ["--target-itl-ms", str(flags.target)])):
+    for label, extra in (("without", ["--target-itl-ms", "0"]), ("with", ["--target-itl-ms", str(flags.target)])):
         results[label] = {}
         with serve(flags.model, [*rest, *extra]) as target:
             warm_up(target)

@@ -20,9 +20,13 @@ DType = Literal["float32", "bfloat16", "float16"]
 KVCacheDType = Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"]
 PreemptionMode = Literal["auto", "recompute", "swap"]
 SchedulingPolicy = Literal["fcfs", "priority"]
+#: Who uses an engine: a program that wants throughput, or clients that watch their streams. Defaults may differ (vLLM's term).
+UsageContext = Literal["llm_class", "server"]
 
 #: What `quantization` may be. gguf: the file's own blocks; int8, int4: blocks made from plain weights at load.
 QUANTIZATIONS = ("none", "gguf", "int8", "int4")
+#: What a step may take beside streams by default, of the time that it would take without prompt tokens: servers on CPUs.
+SERVER_MAX_STEP_RATIO = 3.0
 HEAD_DIMS = (32, 64, 80, 96, 112, 120, 128, 192, 256)
 GIB = 1024**3
 
@@ -47,7 +51,7 @@ class EngineArgs:
     max_num_batched_tokens: int | None = None  # query tokens in one step; cpu 512, cuda 2048
     long_prefill_token_threshold: int = 0  # a prompt's share of one step, tokens; 0: the whole budget
     enable_chunked_prefill: bool = True  # False: a prompt is computed in one step or not at all
-    target_itl_ms: float | None = None  # time between two tokens of a stream to keep to, by computing less in a step; ms
+    target_itl_ms: float | None = None  # ms between two tokens of a stream to keep to; 0: any; servers on cpu: thrice the least
     scheduling_policy: SchedulingPolicy = "fcfs"  # priority: a lower number is more urgent, and preempts
     tenants: str | None = None  # file that says who shares the engine, and on what terms; YAML or JSON
     block_size: int = 16  # tokens in one KV block; a power of two, 8 and up
@@ -82,9 +86,9 @@ class EngineArgs:
         if not 0 <= self.swap_space < 2**20:
             raise ConfigError("swap_space", f"must be 0 or more GiB, got {self.swap_space}")
         if self.target_itl_ms is not None:
-            if not 0 < self.target_itl_ms < 1e6:
-                raise ConfigError("target_itl_ms", f"must be more than 0 milliseconds, got {self.target_itl_ms}")
-            if not self.enable_chunked_prefill or self.static_batching:
+            if not 0 <= self.target_itl_ms < 1e6:
+                raise ConfigError("target_itl_ms", f"must be 0 or more milliseconds, got {self.target_itl_ms}")
+            if self.target_itl_ms and (not self.enable_chunked_prefill or self.static_batching):
                 raise ConfigError("target_itl_ms", "needs chunked prefill, and no static batching")
         if self.long_prefill_token_threshold < 0:
             raise ConfigError("long_prefill_token_threshold", "must be 0 or more")
@@ -177,7 +181,8 @@ class SchedulerConfig:
     preemption_mode: PreemptionMode
     static_batching: bool = False
     tenants: tuple[Tenant, ...] = ()  # none: every request is anybody's
-    target_itl: float | None = None  # seconds; None: steps are as large as they may be
+    target_itl: float | None = None  # seconds that a step beside streams may take
+    max_step_ratio: float | None = None  # or this many times what it would take without prompt tokens; None: any time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,7 +251,12 @@ def resolve_load(args: EngineArgs, arch: ModelArchConfig, hardware: HardwareInfo
 
 
 def resolve(
-    args: EngineArgs, model: str, arch: ModelArchConfig, hardware: HardwareInfo, tenants: tuple[Tenant, ...] = ()
+    args: EngineArgs,
+    model: str,
+    arch: ModelArchConfig,
+    hardware: HardwareInfo,
+    tenants: tuple[Tenant, ...] = (),
+    usage_context: UsageContext = "llm_class",
 ) -> EngineConfig:
     """The one place where defaults meet the model and the machine. Pure.
 
@@ -256,6 +266,7 @@ def resolve(
         arch: what the checkpoint says.
         hardware: what the machine says; memory after the weights are loaded.
         tenants: what the file args.tenants says.
+        usage_context: who uses the engine.
 
     Raises:
         ConfigError: naming the argument that does not fit.
@@ -292,7 +303,8 @@ def resolve(
             preemption_mode=args.preemption_mode,
             static_batching=args.static_batching,
             tenants=tenants,
-            target_itl=None if args.target_itl_ms is None else args.target_itl_ms / 1e3,
+            target_itl=args.target_itl_ms / 1e3 if args.target_itl_ms else None,
+            max_step_ratio=_resolve_step_ratio(args, device, usage_context),
         ),
         device=DeviceConfig(device=device, num_threads=load.num_threads, enforce_eager=args.enforce_eager),
         notes=tuple(notes),
@@ -336,6 +348,12 @@ def _resolve_token_budget(args: EngineArgs, device: ResolvedDevice, max_model_le
     if budget < args.max_num_seqs and args.max_num_batched_tokens is not None:
         raise ConfigError("max_num_batched_tokens", f"{budget} must be max_num_seqs={args.max_num_seqs} or more")
     return max(budget, args.max_num_seqs)
+
+
+def _resolve_step_ratio(args: EngineArgs, device: ResolvedDevice, usage_context: UsageContext) -> float | None:
+    """On a CPU a step of prompts takes many times as long as one of streams; on a GPU hardly longer."""
+    is_wanted = args.target_itl_ms is None and device == "cpu" and usage_context == "server"
+    return SERVER_MAX_STEP_RATIO if is_wanted and args.enable_chunked_prefill and not args.static_batching else None
 
 
 def _resolve_dtype(args: EngineArgs, arch: ModelArchConfig, device: ResolvedDevice) -> DType:

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from pyengine.config import EngineArgs, EngineConfig
+from pyengine.config import EngineArgs, EngineConfig, UsageContext
 from pyengine.engine.detokenizer import TokenVocabulary
 from pyengine.engine.input_processor import InputProcessor, ProcessedInput
 from pyengine.engine.metrics import EngineMetrics
 from pyengine.engine.output_processor import OutputProcessor
-from pyengine.engine.pace import StepPacer
+from pyengine.engine.pace import StepPacer, make_pacer
 from pyengine.engine.prefix_cache import PrefixCache
 from pyengine.engine.request import Request
 from pyengine.engine.scheduler import Scheduler
@@ -31,6 +31,7 @@ class LLMEngine:
 
     Args:
         args: what the user set.
+        usage_context: who uses it, which some defaults depend on.
         parts: an executor, a tokenizer and a configuration to use instead of what `args` names.
         clock: seconds, to time steps by.
 
@@ -40,9 +41,14 @@ class LLMEngine:
     """
 
     def __init__(
-        self, args: EngineArgs, *, parts: EngineParts | None = None, clock: Callable[[], float] = time.perf_counter
+        self,
+        args: EngineArgs,
+        *,
+        usage_context: UsageContext = "llm_class",
+        parts: EngineParts | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        parts = start_up(args) if parts is None else parts
+        parts = start_up(args, usage_context) if parts is None else parts
         self.config: EngineConfig = parts.config
         self.tokenizer: Any | None = parts.tokenizer
         self.log_stats = not args.disable_log_stats
@@ -53,10 +59,7 @@ class LLMEngine:
         vocabulary = None if parts.tokenizer is None else TokenVocabulary(parts.tokenizer)
         self._output_processor = OutputProcessor(vocabulary, self.metrics)
         self._clock = clock
-        self._pacer: StepPacer | None = None
-        limits = parts.config.scheduler
-        if limits.target_itl is not None:
-            self._pacer = StepPacer(limits.target_itl, limits.max_num_batched_tokens, limits.max_num_seqs)
+        self._pacer = make_pacer(parts.config.scheduler)
         self._dead: EngineDeadError | None = None
         self._is_shut_down = False
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pyengine.config import EngineArgs, EngineConfig, resolve, resolve_load
+from pyengine.config import EngineArgs, EngineConfig, UsageContext, resolve, resolve_load
 from pyengine.tenants import load_tenants
 from pyengine.worker.executor import Executor
 
@@ -32,7 +32,7 @@ def _phase(name: str) -> Iterator[None]:
     logger.info("start-up: %s, %.2f s", name, time.monotonic() - started)
 
 
-def start_up(args: EngineArgs) -> EngineParts:
+def start_up(args: EngineArgs, usage_context: UsageContext = "llm_class") -> EngineParts:
     """Load everything.
 
     Raises:
@@ -64,7 +64,7 @@ def start_up(args: EngineArgs) -> EngineParts:
         with _phase("weights loaded"):
             executor.load_model()
         hardware = replace(hardware, available_memory=executor.available_memory())
-        config = resolve(args, checkpoint.name, checkpoint.arch, hardware, tenants)
+        config = resolve(args, checkpoint.name, checkpoint.arch, hardware, tenants, usage_context)
         for note in config.notes:
             logger.info("%s", note)
         with _phase("KV cache allocated"):

@@ -60,7 +60,7 @@ def _engine_factory(args: EngineArgs) -> Callable[[], EngineClient]:
         from pyengine.engine.async_engine import AsyncLLMEngine
         from pyengine.engine.llm_engine import LLMEngine
 
-        return AsyncLLMEngine(LLMEngine(args))
+        return AsyncLLMEngine(LLMEngine(args, usage_context="server"))
 
     return make_engine
 

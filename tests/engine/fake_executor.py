@@ -16,7 +16,8 @@ Script = Callable[[NewRequestData, int], int]
 
 
 def fake_config(**args: Any) -> EngineConfig:
-    """A small machine's configuration; `args` are EngineArgs."""
+    """A small machine's configuration; `args` are EngineArgs, and `usage_context`."""
+    usage_context = args.pop("usage_context", "llm_class")
     arch_values = {"vocab_size": args.pop("vocab_size", 512), "eos_token_ids": args.pop("eos_token_ids", (1,))}
     arch = ModelArchConfig(
         architecture="LlamaForCausalLM",
@@ -31,7 +32,8 @@ def fake_config(**args: Any) -> EngineConfig:
         **arch_values,
     )
     hardware = HardwareInfo(has_cuda=False, available_memory=2**30, num_cores=1)
-    return resolve(EngineArgs(device="cpu", **({"num_kv_blocks": 64, "max_num_seqs": 16} | args)), "fake", arch, hardware)
+    engine_args = EngineArgs(device="cpu", **({"num_kv_blocks": 64, "max_num_seqs": 16} | args))
+    return resolve(engine_args, "fake", arch, hardware, usage_context=usage_context)
 
 
 class FakeExecutor:

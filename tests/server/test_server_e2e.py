@@ -28,7 +28,7 @@ from tiny_models import EOS_ID
 from pyengine.config import EngineArgs
 from pyengine.engine.async_engine import AsyncLLMEngine
 from pyengine.engine.llm_engine import LLMEngine
-from pyengine.server.__main__ import main
+from pyengine.server.__main__ import _engine_factory, main
 from pyengine.server.proto import inference_pb2 as pb
 from pyengine.server.proto import inference_pb2_grpc as rpc
 
@@ -299,3 +299,9 @@ def test_rule_17_a_model_that_cannot_be_loaded_is_one_line(
 def test_a_flag_that_does_not_fit_the_model_is_named(tiny_llama: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["--model", str(tiny_llama), "--port", "0", "--log-level", "error", "--max-model-len", "5000"]) == 1
     assert "error: --max-model-len: 5000 is more than the model's own 1024\n" in capfd.readouterr().err
+
+
+def test_the_engine_of_a_server_has_the_defaults_of_servers(tiny_llama: Path) -> None:
+    engine = _engine_factory(EngineArgs(model=str(tiny_llama), **ENGINE))()
+    assert engine.config.scheduler.max_step_ratio == 3.0
+    engine.shutdown()
