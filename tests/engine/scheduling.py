@@ -64,7 +64,7 @@ class Harness:
         )
         self.scheduler = Scheduler(self.config, cache_config, hash_function=hash_function)
         if not headroom:  # saves preemptions, and nothing may depend on it
-            self.scheduler._admission.headroom = lambda *args: 0  # type: ignore[method-assign]
+            self.scheduler.live.admission.headroom = lambda *args: 0  # type: ignore[method-assign]
         if min_shared_tokens is not None:
             self.scheduler.min_shared_tokens = min_shared_tokens
         self.manager = self.scheduler.block_manager
@@ -131,8 +131,8 @@ class Harness:
     def step(self) -> list[SequenceOutput]:
         """One step, checked."""
         self.is_broken = True
-        expected_preemptions = {r.request_id: r.num_preemptions for r in self.scheduler.running}
-        was_protected = {r.request_id for r in self.scheduler.running if r.is_protected}
+        expected_preemptions = {r.request_id: r.num_preemptions for r in self.scheduler.live.running}
+        was_protected = {r.request_id for r in self.scheduler.live.running if r.is_protected}
         step = self.last_step = self.scheduler.schedule()
         self.num_steps += 1
         self.check_invariants()
@@ -140,10 +140,10 @@ class Harness:
         for request_id in [*step.preempted_req_ids, *step.swapped_out_req_ids]:
             assert request_id not in was_protected, f"{request_id} was preempted without progress"
             assert self.requests[request_id].num_preemptions == expected_preemptions[request_id] + 1
-        if self.scheduler.running:
+        if self.scheduler.live.running:
             assert step.total_num_scheduled_tokens > 0, "something runs, and nothing gets on"
         assert step.total_num_scheduled_tokens <= self.config.max_num_batched_tokens
-        assert len(self.scheduler.running) <= self.config.max_num_seqs
+        assert len(self.scheduler.live.running) <= self.config.max_num_seqs
         self.abort(*self.abort_in_next_step)
         self.abort_in_next_step = []
         outputs = self.scheduler.update_from_output(step, self.worker.execute_model(step))
@@ -201,8 +201,8 @@ class Harness:
         assert stats.num_free_cpu_blocks == stats.num_cpu_blocks
         assert self.manager.pool.num_used_slots == 0
         assert not self.worker.sequences
-        assert not self.scheduler.waiting
-        assert not self.scheduler._siblings._groups
+        assert not self.scheduler.live.waiting
+        assert not self.scheduler.live.siblings._groups
         cache = self.manager.prefix_cache
         if cache is not None:
             assert all(block_id in cache for block_id in cache._by_block)
@@ -210,21 +210,21 @@ class Harness:
 
     def check_invariants(self) -> None:
         """Reference counts, the free lists, fill and the prefix cache agree with the tables."""
-        on_device = [r for r in self.scheduler.requests.values() if r.status is RequestStatus.RUNNING]
-        on_cpu = [r for r in self.scheduler.requests.values() if r.status is RequestStatus.SWAPPED]
-        assert {r.request_id for r in on_device} == {r.request_id for r in self.scheduler.running}
-        assert self.scheduler.running == sorted(self.scheduler.running, key=precedence)
+        on_device = [r for r in self.scheduler.live.all.values() if r.status is RequestStatus.RUNNING]
+        on_cpu = [r for r in self.scheduler.live.all.values() if r.status is RequestStatus.SWAPPED]
+        assert {r.request_id for r in on_device} == {r.request_id for r in self.scheduler.live.running}
+        assert self.scheduler.live.running == sorted(self.scheduler.live.running, key=precedence)
         self._check_pool(on_device)
         self._check_swap_space(on_cpu)
         self._check_prefix_cache()
-        for request in self.scheduler.requests.values():
+        for request in self.scheduler.live.all.values():
             holds_blocks = request.status in (RequestStatus.RUNNING, RequestStatus.SWAPPED)
             assert (request.block_table is not None) == holds_blocks
             assert holds_blocks or request.num_computed_tokens == 0
             generated = request.num_tokens - request.num_prompt_tokens
             assert request.num_preemptions <= generated + 1
 
-        reserved = sum(self.scheduler._num_owed_blocks(r) for r in on_device if r.is_protected)
+        reserved = sum(self.scheduler.live.admission.num_owed_blocks(r) for r in on_device if r.is_protected)
         assert reserved <= self.manager.num_free_blocks, "a protected request may find no block"
         self._check_tenants(on_device)
 
@@ -237,11 +237,11 @@ class Harness:
             assert len(held) <= int(tenant.kv_quota * num_blocks), f"{tenant.name} is above its quota"
             assert tenant.max_concurrent is None or len(own) <= tenant.max_concurrent
             stats = self.scheduler.tenant_stats()[tenant.name]
-            live = [r for r in self.scheduler.requests.values() if r.tenant == tenant.name]
+            live = [r for r in self.scheduler.live.all.values() if r.tenant == tenant.name]
             assert (stats["num_running"], stats["num_waiting"]) == (len(own), len(live) - len(own))
             if tenant.is_rationed:
                 assert stats["num_kv_blocks"] == len(held)
-                owed = sum(self.scheduler._num_owed_blocks(r) for r in own if r.is_protected)
+                owed = sum(self.scheduler.live.admission.num_owed_blocks(r) for r in own if r.is_protected)
                 assert len(held) + owed <= stats["kv_quota_blocks"], "a protected request may find no block in its quota"
 
     def _check_pool(self, on_device: list[Request]) -> None:
@@ -285,7 +285,7 @@ class Harness:
         cache = self.manager.prefix_cache
         if cache is None:
             return
-        tables = [r.block_table for r in self.scheduler.requests.values() if r.block_table is not None]
+        tables = [r.block_table for r in self.scheduler.live.all.values() if r.block_table is not None]
         refs: Counter[int] = Counter(id(table.tip) for table in tables if table.tip is not None)
         for block_hash, entry in cache._entries.items():
             assert entry.block_hash == block_hash
@@ -309,5 +309,5 @@ class Harness:
     def _check_utilisation(self, step: SchedulerOutput) -> None:
         pool, size = self.manager.pool, self.manager.block_size
         wasted = pool.num_allocated_blocks * size - pool.num_used_slots
-        num_running = len(self.scheduler.running)
+        num_running = len(self.scheduler.live.running)
         assert wasted < size * num_running if num_running else wasted == 0

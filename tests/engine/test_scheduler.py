@@ -203,7 +203,7 @@ def test_only_the_first_waiting_request_is_looked_at(policy: str, monkeypatch: p
         for i in range(4 + num_waiting):
             harness.add(f"r{i}", 6, 200, priority=i % 3)
         harness.step()
-        queue, looks = harness.scheduler.waiting, []
+        queue, looks = harness.scheduler.live.waiting, []
         heap = list(queue._heap)
         look = queue.peek
         with monkeypatch.context() as patch:

@@ -40,7 +40,7 @@ def test_rule_05_an_abort_frees_everything_at_once_in_every_state(state: str) ->
     }
     assert request.status is expected[state]
     worker_knows = request_id in harness.worker.sequences
-    others = [r for r in harness.scheduler.requests.values() if r is not request]
+    others = [r for r in harness.scheduler.live.all.values() if r is not request]
     assert harness.abort(request_id) == [request_id]
     held = {block_id for r in others if r.block_table is not None for block_id in r.block_table.block_ids}
     assert harness.manager.num_free_blocks == 64 - len(held)
@@ -92,7 +92,7 @@ def test_rule_05_a_thousand_random_cancels_leak_nothing(mode: str) -> None:
     )
     num_cancelled = num_added = 0
     while num_cancelled < 1000:
-        while len(harness.scheduler.requests) < 24:
+        while len(harness.scheduler.live.all) < 24:
             prompt = [rng.randrange(2) for _ in range(rng.randrange(1, 40))]
             if rng.random() < 0.2:
                 harness.add_siblings(f"n{num_added}", prompt, rng.randrange(2, 6), rng.randrange(1, 30), seed=num_added)
@@ -100,7 +100,7 @@ def test_rule_05_a_thousand_random_cancels_leak_nothing(mode: str) -> None:
                 harness.add(f"r{num_added}", prompt, rng.randrange(1, 30), seed=num_added)
             num_added += 1
         harness.step()
-        live = sorted(harness.scheduler.requests)
+        live = sorted(harness.scheduler.live.all)
         num_cancelled += len(harness.abort(*rng.sample(live, min(len(live), rng.randrange(1, 12)))))
     harness.run()
     harness.check_outputs()

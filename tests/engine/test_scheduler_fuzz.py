@@ -129,31 +129,31 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(count):
             self.harness.step()
 
-    @precondition(lambda self: self.harness.scheduler.requests)
+    @precondition(lambda self: self.harness.scheduler.live.all)
     @rule(data=st.data(), how_many=st.integers(1, 3))
     def abort(self, data: st.DataObject, how_many: int) -> None:
-        live = sorted(self.harness.scheduler.requests)
+        live = sorted(self.harness.scheduler.live.all)
         self.harness.abort(*(data.draw(st.sampled_from(live)) for _ in range(how_many)))
 
-    @precondition(lambda self: self.harness.scheduler.running)
+    @precondition(lambda self: self.harness.scheduler.live.running)
     @rule(data=st.data(), how_many=st.integers(1, 3))
     def preempt(self, data: st.DataObject, how_many: int) -> None:
-        running = sorted(request.request_id for request in self.harness.scheduler.running)
+        running = sorted(request.request_id for request in self.harness.scheduler.live.running)
         self.harness.scheduler.preempt_requests(data.draw(st.sampled_from(running)) for _ in range(how_many))
         self.harness.step()
 
-    @precondition(lambda self: self.harness.scheduler.running)
+    @precondition(lambda self: self.harness.scheduler.live.running)
     @rule(data=st.data())
     def fail(self, data: st.DataObject) -> None:
-        request_id = data.draw(st.sampled_from(sorted(r.request_id for r in self.harness.scheduler.running)))
+        request_id = data.draw(st.sampled_from(sorted(r.request_id for r in self.harness.scheduler.live.running)))
         self.harness.worker.fail[request_id] = "out of luck"
         self.harness.step()
         self.harness.worker.fail.clear()  # it may not have run in this step
 
-    @precondition(lambda self: self.harness.scheduler.requests)
+    @precondition(lambda self: self.harness.scheduler.live.all)
     @rule(data=st.data(), how_many=st.integers(1, 3))
     def abort_during_step(self, data: st.DataObject, how_many: int) -> None:
-        live = sorted(self.harness.scheduler.requests)
+        live = sorted(self.harness.scheduler.live.all)
         self.harness.abort_in_next_step = [data.draw(st.sampled_from(live)) for _ in range(how_many)]
         self.harness.step()
 

@@ -79,7 +79,7 @@ def test_the_latest_arrival_is_preempted_and_the_first_never() -> None:
         harness.step()
         preempted += harness.last_step.preempted_req_ids
         if harness.last_step.preempted_req_ids:
-            running = [r.request_id for r in harness.scheduler.running]
+            running = [r.request_id for r in harness.scheduler.live.running]
             assert all(victim > survivor for victim in harness.last_step.preempted_req_ids for survivor in running)
     assert preempted
     assert "a" not in preempted
@@ -92,9 +92,9 @@ def test_rule_01_a_resumed_request_is_not_preempted_before_it_has_a_token() -> N
         harness.add(f"r{i}", 3, 17)
     num_protected = 0
     while harness.scheduler.has_unfinished_requests():
-        harness.scheduler.preempt_requests(list(harness.scheduler.requests))
+        harness.scheduler.preempt_requests(list(harness.scheduler.live.all))
         harness.step()
-        num_protected += sum(r.is_protected for r in harness.scheduler.running)
+        num_protected += sum(r.is_protected for r in harness.scheduler.live.running)
     assert num_protected > 10
     for request in harness.requests.values():
         assert 3 < request.num_preemptions <= len(request.output_token_ids) + 1
@@ -159,7 +159,7 @@ def test_a_resumed_request_waits_until_it_will_not_be_in_the_way() -> None:
     for request_id in ("first", "second"):
         harness.add(request_id, 2, 56)
     while harness.scheduler.has_unfinished_requests():
-        waits = set(harness.scheduled()) < {r.request_id for r in harness.scheduler.running}
+        waits = set(harness.scheduled()) < {r.request_id for r in harness.scheduler.live.running}
         assert not waits, "whoever runs gets on at every step"
         harness.step()
     assert [r.num_preemptions for r in harness.requests.values()] == [0, 1]
@@ -181,7 +181,7 @@ def test_nothing_is_reserved_for_tokens_not_generated_yet() -> None:
     for i in range(10):
         harness.add(f"r{i}", 4, 40)
     harness.step()
-    assert len(harness.scheduler.running) == 8, "a block each, and one for every second one to grow into, not 11 each"
+    assert len(harness.scheduler.live.running) == 8, "a block each, and one for every second one to grow into, not 11 each"
     assert harness.manager.num_free_blocks == 4
     harness.run()
     harness.check_outputs()
@@ -301,7 +301,7 @@ def test_rule_04_blocks_of_a_swap_under_way_are_not_reused_wrongly() -> None:
         swapped_out = {device for device, _ in step.blocks_to_swap_out}
         written = {block for new in step.scheduled_cached_reqs.new_block_ids for block in new}
         reused_at_once += bool(swapped_out & written)
-        harness.scheduler.preempt_requests([r.request_id for r in harness.scheduler.running][-1:])
+        harness.scheduler.preempt_requests([r.request_id for r in harness.scheduler.live.running][-1:])
         both_directions += bool(step.blocks_to_swap_out and step.blocks_to_swap_in)
     harness.check_outputs()
     assert reused_at_once

@@ -31,7 +31,7 @@ def test_rule_02_an_urgent_request_takes_a_slot_at_once(mode: dict[str, Any]) ->
     harness.step()
     harness.add("urgent", 10, 4, priority=0)
     assert steps_to_first_token(harness, "urgent") == 1
-    assert [r.request_id for r in harness.scheduler.running] == ["urgent", "low0", "low1"], (
+    assert [r.request_id for r in harness.scheduler.live.running] == ["urgent", "low0", "low1"], (
         "the latest of the least urgent goes"
     )
     harness.run()

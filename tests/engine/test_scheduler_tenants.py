@@ -31,7 +31,7 @@ def steps_to_first_token(harness: Harness, request_id: str) -> int:
 
 
 def num_running(harness: Harness, tenant: str) -> int:
-    return sum(request.tenant == tenant for request in harness.scheduler.running)
+    return sum(request.tenant == tenant for request in harness.scheduler.live.running)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -52,7 +52,7 @@ def test_a_flood_keeps_nobody_waiting(mode: dict[str, Any]) -> None:
     assert max(waits) <= 2
     harness.step()
     assert len(harness.scheduled()) == 8, "A has what B does not use"
-    harness.abort(*(r.request_id for r in harness.scheduler.requests.values() if r.first_scheduled_time is None))
+    harness.abort(*(r.request_id for r in harness.scheduler.live.all.values() if r.first_scheduled_time is None))
     harness.run()
     harness.check_outputs()
 
