@@ -23,8 +23,10 @@ SchedulingPolicy = Literal["fcfs", "priority"]
 #: Who uses an engine: a program that wants throughput, or clients that watch their streams. Defaults may differ (vLLM's term).
 UsageContext = Literal["llm_class", "server"]
 
+#: quant_method of Hugging Face folders whose weights can be run.
+CHECKPOINT_QUANTIZATIONS = ("gptq", "awq", "fp8", "compressed-tensors")
 #: What `quantization` may be. gguf: the file's own blocks; int8, int4: blocks made from plain weights at load.
-QUANTIZATIONS = ("none", "gguf", "int8", "int4")
+QUANTIZATIONS = ("none", "gguf", "int8", "int4", *CHECKPOINT_QUANTIZATIONS)
 #: What a step may take beside streams by default, of the time that it would take without prompt tokens: servers on CPUs.
 SERVER_MAX_STEP_RATIO = 3.0
 HEAD_DIMS = (32, 64, 80, 96, 112, 120, 128, 192, 256)
@@ -277,7 +279,9 @@ def resolve(
     max_model_len = args.max_model_len or arch.max_position_embeddings
     if arch.quantization == "gguf" and load.quantization is None:
         notes.append(f"GGUF weights are dequantised to {dtype}" + ("" if device == "cpu" else f" on {device}"))
-    kv_dtype: DType = dtype if load.quantization is None else "bfloat16"
+    if load.quantization in CHECKPOINT_QUANTIZATIONS and device == "cpu":
+        notes.append(f"{load.quantization} weights run as blocks of 32 values, which cpu kernels multiply with")
+    kv_dtype: DType = dtype if load.quantization is None or device != "cpu" else "bfloat16"
     cache = _resolve_cache(args, arch, device, kv_dtype, max_model_len, hardware, notes)
     return EngineConfig(
         model=ModelConfig(
@@ -357,9 +361,13 @@ def _resolve_step_ratio(args: EngineArgs, device: ResolvedDevice, usage_context:
 
 
 def _resolve_dtype(args: EngineArgs, arch: ModelArchConfig, device: ResolvedDevice) -> DType:
+    scheme = _resolve_quantization(args, arch, device)
+    needs_16_bits = device != "cpu" and scheme in CHECKPOINT_QUANTIZATIONS
+    if args.dtype == "float32" and needs_16_bits:
+        raise ConfigError("dtype", f"{scheme} weights run on {device} with float16 or bfloat16, not with float32")
     if args.dtype != "auto":
         return args.dtype
-    if device != "cuda":
+    if device != "cuda" and not needs_16_bits:
         return "float32"
     return "bfloat16" if arch.dtype == "float32" else arch.dtype
 
@@ -369,7 +377,9 @@ def _resolve_quantization(args: EngineArgs, arch: ModelArchConfig, device: Resol
     scheme = args.quantization
     if scheme == "none":
         return None
-    if scheme is not None and device != "cpu":
+    if scheme in CHECKPOINT_QUANTIZATIONS and scheme != arch.quantization:
+        raise ConfigError("quantization", f"{scheme} was asked for, but the checkpoint's is {arch.quantization or 'none'}")
+    if scheme in ("gguf", "int8", "int4") and device != "cpu":
         remedy = "leave it out to dequantise the weights" if scheme == "gguf" else "leave it out to run plain weights"
         raise ConfigError("quantization", f"{scheme} runs on cpu, not on {device}; {remedy}")
     if scheme in ("int8", "int4") and arch.quantization is not None:
@@ -377,7 +387,7 @@ def _resolve_quantization(args: EngineArgs, arch: ModelArchConfig, device: Resol
             "quantization", f"{scheme} is made from plain weights, but the checkpoint's are {arch.quantization}; leave it out"
         )
     if scheme is None:
-        return arch.quantization if device == "cpu" else None
+        return None if arch.quantization == "gguf" and device != "cpu" else arch.quantization
     return scheme
 
 

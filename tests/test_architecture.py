@@ -181,8 +181,45 @@ def test_plain_weights_may_be_quantised_on_cpus(scheme: str) -> None:
 
 
 def test_an_unknown_scheme_is_named_with_those_that_are_supported() -> None:
-    with pytest.raises(ConfigError, match="quantization: 'awq' is not supported; supported: none, gguf, int8, int4"):
-        EngineArgs(quantization="awq")
+    with pytest.raises(
+        ConfigError, match="quantization: 'marlin' is not supported; supported: none, gguf, int8, int4, gptq, awq"
+    ):
+        EngineArgs(quantization="marlin")
+
+
+@pytest.mark.parametrize(
+    ("flags", "quantization", "dtype", "kv_cache_dtype"),
+    [
+        ({"device": "cpu"}, "gptq", "float32", "bfloat16"),
+        ({"device": "cpu", "quantization": "gptq"}, "gptq", "float32", "bfloat16"),
+        ({"device": "emulated"}, "gptq", "float16", "float16"),
+        ({"device": "cuda", "dtype": "bfloat16"}, "gptq", "bfloat16", "bfloat16"),
+        ({"device": "cuda", "quantization": "none"}, None, "float16", "float16"),
+        ({"device": "emulated", "quantization": "none"}, None, "float32", "float32"),
+    ],
+)
+def test_quantised_folders_run_as_they_are(
+    flags: dict[str, Any], quantization: str | None, dtype: str, kv_cache_dtype: str
+) -> None:
+    arch, machine = replace(ARCH, quantization="gptq", dtype="float16"), replace(MACHINE, has_cuda=True)
+    config = resolve(EngineArgs(**flags), "model", arch, machine)
+    assert (config.model.quantization, config.model.dtype) == (quantization, dtype)
+    assert config.cache.kv_cache_dtype == kv_cache_dtype
+    assert any("blocks of 32" in note for note in config.notes) == (config.device.device == "cpu")
+
+
+@pytest.mark.parametrize(
+    ("found", "flags", "message"),
+    [
+        ("gptq", {"quantization": "awq"}, "quantization: awq was asked for, but the checkpoint's is gptq"),
+        (None, {"quantization": "fp8"}, "quantization: fp8 was asked for, but the checkpoint's is none"),
+        ("fp8", {"quantization": "int8", "device": "cpu"}, "quantization: int8 is made from plain weights, .* are fp8"),
+        ("awq", {"device": "cuda", "dtype": "float32"}, "dtype: awq weights run on cuda with float16 or bfloat16, not"),
+    ],
+)
+def test_quantisation_that_is_not_the_checkpoints(found: str | None, flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve_load(EngineArgs(**flags), replace(ARCH, quantization=found), replace(MACHINE, has_cuda=True))
 
 
 def test_every_flag_is_documented_where_it_stands() -> None:

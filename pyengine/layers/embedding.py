@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyengine.layers.packed_weight import PackedWeight, pack
-from pyengine.layers.weights import QuantizedTensor, Weight, WeightSlot
+from pyengine.layers.weights import QuantizedTensor, Weight, WeightSlot, plain
 from pyengine.ops import Ops
 
 
@@ -30,7 +30,7 @@ class Embedding:
         else:
             if self.weight is None:
                 self.weight = torch.empty(self.shape, dtype=self._dtype, device=self._device)
-            self.weight.copy_(weight)  # in place: a recorded step has its address
+            self.weight.copy_(plain(weight))  # in place: a recorded step has its address
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """input_ids int64 [num_tokens] -> [num_tokens, hidden]."""

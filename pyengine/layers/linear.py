@@ -9,8 +9,9 @@ from itertools import accumulate, groupby
 import torch
 from torch import Tensor
 
+from pyengine.layers.checkpoint_linear import CheckpointLinear, DenseLinear, merge
 from pyengine.layers.packed_weight import PackedWeight, pack
-from pyengine.layers.weights import QuantizedTensor, Weight, WeightSlot, plain
+from pyengine.layers.weights import CheckpointWeight, QuantizedTensor, Weight, WeightSlot, plain
 from pyengine.ops import Ops
 
 
@@ -19,7 +20,7 @@ class Linear:
 
     On CPUs the weight is kept only in the packed form that the kernels read, quantised where the checkpoint's is: neighbouring
     projections of one format together, others on their own. Each row of y is summed in the same order whatever the number of
-    rows is. On GPUs W stays as it is.
+    rows is. On GPUs W stays as it is, quantised or not.
 
     Args:
         in_features: columns of W.
@@ -40,13 +41,11 @@ class Linear:
         self.in_features = in_features
         self.out_features = sum(out_features)
         self.bias = torch.zeros(self.out_features, dtype=dtype, device=device) if bias else None  # [out]
-        self._ops, self._dtype = ops, dtype
+        self._ops, self._dtype, self._device = ops, dtype, device
         self._starts = tuple(accumulate(out_features, initial=0))  # of each projection's rows, and the end
         self._waiting: dict[int, Weight] = {}  # projections that came before the last one
-        self._packed: list[PackedWeight] = []  # W from top to bottom
-        self._weight: Tensor | None = None  # [out, in]
-        if device.type != "cpu":
-            self._weight = torch.empty(self.out_features, in_features, dtype=dtype, device=device)
+        self._packed: list[PackedWeight | CheckpointLinear | DenseLinear] = []  # W from top to bottom
+        self._weight: Tensor | None = None  # [out, in]: on GPUs, where no projection is quantised
 
     def weight_slots(self, names: Sequence[str]) -> Iterator[WeightSlot]:
         """The tensors of the projections, whose modules Hugging Face calls `names`."""
@@ -61,15 +60,26 @@ class Linear:
         self.bias[start : start + bias.shape[0]].copy_(plain(bias))
 
     def _load_weight(self, part: int, weight: Weight) -> None:
-        if self._weight is not None:
-            self._weight[self._starts[part] : self._starts[part + 1]].copy_(plain(weight))
-            return
         self._waiting[part] = weight
-        if len(self._waiting) == len(self._starts) - 1:
-            weights = [self._waiting[part] for part in range(len(self._waiting))]
-            self._waiting.clear()
-            groups = groupby(weights, lambda weight: weight.format if isinstance(weight, QuantizedTensor) else None)
-            self._packed = [pack(list(group), self._ops, self._dtype) for _, group in groups]
+        if len(self._waiting) < len(self._starts) - 1:
+            return
+        weights = [self._waiting[part] for part in range(len(self._waiting))]
+        self._waiting.clear()
+        if self._device.type != "cpu" and all(isinstance(weight, Tensor) for weight in weights):
+            self._weight = torch.empty(self.out_features, self.in_features, dtype=self._dtype, device=self._device)
+            for start, end, weight in zip(self._starts, self._starts[1:], weights, strict=False):
+                self._weight[start:end].copy_(plain(weight))
+            return
+        self._packed = [part for _, group in groupby(weights, _form) for part in self._pack(list(group))]
+
+    def _pack(self, weights: list[Weight]) -> Sequence[PackedWeight | CheckpointLinear | DenseLinear]:
+        """Neighbouring projections of one form."""
+        quantized = [weight for weight in weights if isinstance(weight, CheckpointWeight)]
+        if quantized:
+            return merge(quantized, ops=self._ops, dtype=self._dtype, device=self._device)
+        if self._device.type != "cpu":
+            return [DenseLinear([plain(weight) for weight in weights], dtype=self._dtype, device=self._device)]
+        return [pack(weights, self._ops, self._dtype)]
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         """Multiply.
@@ -84,7 +94,7 @@ class Linear:
         if self._weight is not None:
             out = torch.nn.functional.linear(x, self._weight, self.bias)
             return out if out_dtype is None else out.to(out_dtype)
-        out = torch.empty(x.shape[0], self.out_features, dtype=out_dtype or x.dtype)
+        out = torch.empty(x.shape[0], self.out_features, dtype=out_dtype or x.dtype, device=x.device)
         if len(self._packed) == 1:
             self._packed[0].multiply(out, x, self.bias)
             return out
@@ -107,4 +117,12 @@ class Linear:
         if self._weight is not None:
             return self._weight.index_select(0, indices)
         (packed,) = self._packed
+        assert isinstance(packed, PackedWeight), "no checkpoint's embeddings are in a GPU layout"
         return packed.rows(indices)
+
+
+def _form(weight: Weight) -> str:
+    """Projections of one form are merged where they are neighbours."""
+    if isinstance(weight, QuantizedTensor):
+        return weight.format
+    return weight.kind if isinstance(weight, CheckpointWeight) else "plain"

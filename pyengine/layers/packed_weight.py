@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyengine.layers.weights import QuantizedTensor, Weight
+from pyengine.layers.weights import QuantizedTensor, Weight, plain
 from pyengine.ops import Ops
 from pyengine.ops.host_memory import ChunkAllocator
 
@@ -78,7 +78,7 @@ def pack(weights: Sequence[Weight], ops: Ops, dtype: torch.dtype) -> PackedWeigh
     """
     first = weights[0]
     format = first.format if isinstance(first, QuantizedTensor) else None
-    tensors = [weight.blocks if isinstance(weight, QuantizedTensor) else weight for weight in weights]
+    tensors = [weight.blocks if isinstance(weight, QuantizedTensor) else plain(weight) for weight in weights]
     sizes = [len(tensor) for tensor in tensors]
     if any(size % PANEL for size in sizes[:-1]):  # a panel would have rows of two of them
         tensors = [torch.cat(tensors)]

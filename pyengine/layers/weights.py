@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -16,7 +16,22 @@ class QuantizedTensor(NamedTuple):
     shape: tuple[int, int]  # of the values: (out, in)
 
 
-Weight: TypeAlias = Tensor | QuantizedTensor
+class CheckpointWeight(NamedTuple):
+    """A matrix in the layout of a quantised Hugging Face checkpoint, which the ops of `pyengine.layers.checkpoint_linear` take.
+
+    Its columns (features of the input) come in the order of their groups; `order` says which each of them is.
+    """
+
+    kind: Literal["gptq", "awq", "fp8", "int8"]  # whose op: gptq_linear, ...
+    weight: Tensor  # as the op takes it
+    scales: Tensor  # 4 bits: [in / group_size, out]; else fp32 [out] or [1]
+    zeros: Tensor | None  # 4 bits: int32 [in / group_size, out / 8]
+    group_size: int  # 4 bits: columns that share a scale and a zero
+    order: Tensor | None  # int64 [in]; None: columns are where they belong
+    shape: tuple[int, int]  # of the values: (out, in)
+
+
+Weight: TypeAlias = Tensor | QuantizedTensor | CheckpointWeight
 
 
 class WeightSlot(NamedTuple):
@@ -37,6 +52,7 @@ def plain(weight: Weight) -> Tensor:
     Raises:
         TypeError: it is; a checkpoint gives only matrices that way, and only where they were asked for.
     """
-    if isinstance(weight, QuantizedTensor):
-        raise TypeError(f"a {weight.format} matrix where a plain tensor is expected")
+    if not isinstance(weight, Tensor):
+        form = weight.format if isinstance(weight, QuantizedTensor) else weight.kind
+        raise TypeError(f"a {form} matrix where a plain tensor is expected")
     return weight

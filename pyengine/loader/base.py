@@ -17,6 +17,7 @@ class TensorInfo(NamedTuple):
     shape: tuple[int, ...]
     dtype: str  # as the format spells it: F32, BF16, Q4_1, ...
     file: Path
+    stored_as: str = ""  # the first of several tensors that make this one; "": it is one
 
 
 class Checkpoint(ABC):
@@ -35,7 +36,7 @@ class Checkpoint(ABC):
         A tensor may be a view of the mapped file: copy what is to be kept.
 
         Args:
-            quantized: give matrices as the file has them where the CPU kernels know their format; else dequantise them.
+            quantized: give matrices as the file has them where kernels know their format; else dequantise them.
 
         Raises:
             ModelLoadError: naming file and tensor, where a value cannot be read.

@@ -69,15 +69,10 @@ def read_arch(folder: Path, supported_architectures: tuple[str, ...]) -> ModelAr
     """What the folder's configuration files say of the network.
 
     Raises:
-        ModelLoadError: naming the file and the key, or the architecture or quantisation scheme that is not supported.
+        ModelLoadError: naming the file and the key, or the architecture that is not supported.
     """
     config = _Config(folder / "config.json")
     architecture = _architecture(config, supported_architectures)
-    if (scheme := config.get("quantization_config")) is not None:
-        method = scheme.get("quant_method", scheme) if isinstance(scheme, dict) else scheme
-        raise config.fail(
-            f"quantization scheme {method!r} is not supported; supported: GGUF files, and int8 or int4 made from plain weights"
-        )
     num_heads, hidden_size = config.positive("num_attention_heads"), config.positive("hidden_size")
     num_kv_heads = config.positive("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:

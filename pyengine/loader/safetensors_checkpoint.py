@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pyengine.errors import ModelLoadError
+from pyengine.layers.weights import Weight
 from pyengine.loader.base import Checkpoint, TensorInfo
+from pyengine.loader.checkpoint_blocks import dequantize
 from pyengine.loader.hf_config import read_arch, read_json
+from pyengine.loader.quantization_config import read_quantization_config
+from pyengine.loader.quantized_modules import PLAIN_DTYPES, QuantizedModules
 from pyengine.models.registry import SUPPORTED_ARCHITECTURES
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_DTYPES = ("F32", "BF16", "F16")
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -37,10 +41,26 @@ class SafetensorsCheckpoint(Checkpoint):
         for tensor, shard in index.items():
             if tensor not in infos or infos[tensor].file.name != shard:
                 raise ModelLoadError(f"{path / shard}: tensor {tensor} is missing, though {_INDEX} places it there")
+        self._files_read = tuple(dict.fromkeys(info.file for info in infos.values()))
+        self._modules: QuantizedModules | None = None
+        if (config := read_quantization_config(path)) is not None:
+            self.arch = replace(self.arch, quantization=config.method)
+            self._modules = QuantizedModules(config, infos)
+            infos = self._modules.infos
+        else:
+            _check_plain(infos)
         self.tensor_infos = infos
 
-    def tensors(self, *, quantized: bool = False) -> Iterator[tuple[str, Tensor]]:
-        for file in dict.fromkeys(info.file for info in self.tensor_infos.values()):
+    def tensors(self, *, quantized: bool = False) -> Iterator[tuple[str, Weight]]:
+        if self._modules is None:
+            yield from self._read()
+            return
+        for name, weight in self._modules.read(self._read()):
+            yield name, weight if quantized or isinstance(weight, Tensor) else dequantize(weight)
+
+    def _read(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the files."""
+        for file in self._files_read:
             with _opened(file) as weights:
                 for name in weights.keys():  # noqa: SIM118 - not a mapping
                     try:
@@ -96,7 +116,11 @@ def _read_infos(file: Path, seen: dict[str, TensorInfo]) -> dict[str, TensorInfo
                 raise ModelLoadError(f"{file}: tensor {name} is also in {seen[name].file.name}")
             part = weights.get_slice(name)
             infos[name] = TensorInfo(tuple(part.get_shape()), part.get_dtype(), file)
-            if infos[name].dtype not in _DTYPES:
-                known = ", ".join(_DTYPES)
-                raise ModelLoadError(f"{file}: tensor {name} has type {infos[name].dtype}, which is not supported; {known} are")
     return infos
+
+
+def _check_plain(infos: dict[str, TensorInfo]) -> None:
+    for name, info in infos.items():
+        if info.dtype not in PLAIN_DTYPES:
+            known = ", ".join(PLAIN_DTYPES)
+            raise ModelLoadError(f"{info.file}: tensor {name} has type {info.dtype}, which is not supported; {known} are")

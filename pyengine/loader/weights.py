@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -13,8 +13,9 @@ from torch import Tensor
 
 from pyengine.config import LoadConfig
 from pyengine.errors import ModelLoadError
-from pyengine.layers.weights import Weight
+from pyengine.layers.weights import CheckpointWeight, Weight, plain
 from pyengine.loader.base import Checkpoint
+from pyengine.loader.checkpoint_blocks import to_blocks
 from pyengine.loader.quantize import SCHEMES, quantize
 from pyengine.models.interfaces import CausalLM
 from pyengine.models.registry import create_model
@@ -33,8 +34,8 @@ def load_model(checkpoint: Checkpoint, load_config: LoadConfig, ops: Ops) -> Cau
 
     Args:
         checkpoint: an open checkpoint.
-        load_config: device, dtype and how weights are run: as quantised blocks that the file has ("gguf") or that are made now
-            ("int8", "int4"), or plain, dequantised where they are not (None).
+        load_config: device, dtype and how weights are run: quantised as the checkpoint's are ("gguf", "gptq", ...), on CPUs in
+            blocks; in blocks that are made of plain ones ("int8", "int4"); or plain, dequantised where they are not (None).
         ops: the device's kernels.
 
     Raises:
@@ -49,7 +50,7 @@ def load_model(checkpoint: Checkpoint, load_config: LoadConfig, ops: Ops) -> Cau
     except ModelLoadError as error:
         raise ModelLoadError(f"{checkpoint.path}: {error}") from error
     check_tensors(checkpoint, model)
-    model.load_weights(_with_progress(checkpoint, scheme, load_config.num_threads))
+    model.load_weights(_without_spare_biases(checkpoint, model, _with_progress(checkpoint, load_config)))
     count, seconds = len(checkpoint.tensor_infos), time.monotonic() - started
     form = load_config.dtype if scheme is None else f"{scheme}, {load_config.dtype} activations"
     logger.info("loaded %d tensors of %s as %s in %.2f s", count, checkpoint.name, form, seconds)
@@ -77,43 +78,75 @@ def check_tensors(checkpoint: Checkpoint, model: CausalLM) -> None:
         ModelLoadError: naming file and tensor.
     """
     shapes, infos = model.weight_shapes(), checkpoint.tensor_infos
-    architecture = checkpoint.arch.architecture
+    architecture, spare = checkpoint.arch.architecture, _spare_biases(checkpoint, model)
     for name, info in infos.items():
         if name not in shapes:
-            if not model.ignores_weight(name):
+            if not model.ignores_weight(name) and name not in spare:
                 raise ModelLoadError(f"{info.file}: tensor {name} does not belong to {architecture} as configured")
         elif info.shape != shapes[name]:
-            raise ModelLoadError(f"{info.file}: tensor {name} has shape {list(info.shape)}, not {list(shapes[name])}")
+            has = f"{info.stored_as} is of a matrix" if info.stored_as else f"{name} has shape"
+            raise ModelLoadError(f"{info.file}: tensor {has} {list(info.shape)}, not {list(shapes[name])}")
     missing = [name for name in shapes if name not in infos]
     if missing:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise ModelLoadError(f"{checkpoint.path}: tensor {missing[0]} is missing{more}")
 
 
-def _with_progress(checkpoint: Checkpoint, scheme: str | None, num_threads: int) -> Iterator[tuple[str, Weight]]:
+def _spare_biases(checkpoint: Checkpoint, model: CausalLM) -> set[str]:
+    """Biases that the model does not have: some tools give one to every projection that they quantise, of zeros."""
+    shapes, infos = model.weight_shapes(), checkpoint.tensor_infos
+    biases = (name for name in infos if name.endswith(".bias") and name not in shapes)
+    weights = ((name, infos.get(name.removesuffix("bias") + "weight")) for name in biases)
+    return {name for name, weight in weights if weight is not None and weight.stored_as}
+
+
+def _without_spare_biases(
+    checkpoint: Checkpoint, model: CausalLM, tensors: Iterator[tuple[str, Weight]]
+) -> Iterator[tuple[str, Weight]]:
+    spare = _spare_biases(checkpoint, model)
+    for name, weight in tensors:
+        if name not in spare:
+            yield name, weight
+        elif plain(weight).any():
+            file, architecture = checkpoint.tensor_infos[name].file, checkpoint.arch.architecture
+            raise ModelLoadError(f"{file}: tensor {name} is not zero, and does not belong to {architecture} as configured")
+
+
+def _with_progress(checkpoint: Checkpoint, load_config: LoadConfig) -> Iterator[tuple[str, Weight]]:
     from tqdm import tqdm
 
-    tensors: Iterator[tuple[str, Weight]] = checkpoint.tensors(quantized=scheme == "gguf")
+    scheme = load_config.quantization
+
+    def make_blocks(name: str, weight: Weight) -> Weight:
+        return quantize(name, weight, scheme) if scheme and isinstance(weight, Tensor) and weight.ndim == 2 else weight
+
+    def take_blocks(name: str, weight: Weight) -> Weight:
+        return to_blocks(name, weight) if isinstance(weight, CheckpointWeight) else weight
+
+    tensors = checkpoint.tensors(quantized=scheme is not None and scheme not in SCHEMES)
     if scheme in SCHEMES:
-        tensors = _quantized(checkpoint, tensors, scheme, num_threads)
+        tensors = _converted(checkpoint, tensors, make_blocks, load_config.num_threads)
+    elif scheme not in (None, "gguf") and load_config.device == "cpu":
+        tensors = _converted(checkpoint, tensors, take_blocks, load_config.num_threads)
     total = len(checkpoint.tensor_infos)
     # disable=None: no bar where stderr is not a terminal, so that logs stay readable.
     yield from tqdm(tensors, total=total, desc="Loading weights", unit="tensor", disable=None)
 
 
-def _quantized(
-    checkpoint: Checkpoint, tensors: Iterator[tuple[str, Weight]], scheme: str, num_threads: int
+def _converted(
+    checkpoint: Checkpoint,
+    tensors: Iterator[tuple[str, Weight]],
+    convert: Callable[[str, Weight], Weight],
+    num_threads: int,
 ) -> Iterator[tuple[str, Weight]]:
-    """The tensors in their order, matrices quantised by several threads that work a few tensors ahead.
+    """The tensors in their order, converted by several threads that work a few tensors ahead.
 
     Each of torch's operators stays on its thread: its own pool waits at the end of every one, which is slow on shared cores.
     """
 
-    def convert(name: str, weight: Weight) -> Weight:
-        if not isinstance(weight, Tensor) or weight.ndim != 2:
-            return weight
+    def named(name: str, weight: Weight) -> Weight:
         try:
-            return quantize(name, weight, scheme)
+            return convert(name, weight)
         except ModelLoadError as error:
             raise ModelLoadError(f"{checkpoint.tensor_infos[name].file}: {error}") from error
 
@@ -123,7 +156,7 @@ def _quantized(
     pool = ThreadPoolExecutor(num_threads, "quantize", initializer=torch.set_num_threads, initargs=(1,))
     try:
         for name, weight in tensors:
-            waiting.append((name, pool.submit(convert, name, weight)))
+            waiting.append((name, pool.submit(named, name, weight)))
             if len(waiting) > 2 * num_threads:
                 ready, future = waiting.popleft()
                 yield ready, future.result()

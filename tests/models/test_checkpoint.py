@@ -178,7 +178,7 @@ def config_case(name: str, changes: dict[str, Any], *words: str) -> None:
 
 config_case("architecture", {"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM", "not supported")
 config_case("no_architecture", {"architectures": None}, "model_type 'llama'")
-config_case("gptq", {"quantization_config": {"quant_method": "gptq"}}, "'gptq' is not supported", "int8 or int4")
+config_case("scheme", {"quantization_config": {"quant_method": "quip"}}, "quantization_config.quant_method is 'quip'", "gptq")
 config_case("missing_key", {"hidden_size": None}, "hidden_size is missing")
 config_case("wrong_key", {"num_hidden_layers": "many"}, "num_hidden_layers", "'many'")
 config_case("heads", {"num_key_value_heads": 3}, "num_attention_heads 4", "num_key_value_heads 3")

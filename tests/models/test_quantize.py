@@ -175,7 +175,8 @@ def test_rows_that_are_no_whole_blocks_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "scheme", "error", "message"),
     [
-        ("F32", "awq", ConfigError, "'awq' is not supported; supported: none, gguf, int8, int4"),
+        ("F32", "marlin", ConfigError, "'marlin' is not supported; supported: none, gguf, int8, int4"),
+        (None, "awq", ConfigError, "awq was asked for, but the checkpoint's is none"),
         (None, "gguf", ModelLoadError, "quantization 'gguf' was asked for, but the checkpoint's is none"),
         ("Q8_0", "int4", ConfigError, "int4 is made from plain weights, but the checkpoint's are gguf"),
     ],
