@@ -10,14 +10,14 @@ from torch import Tensor
 
 from pyengine.layers.weights import CheckpointWeight
 
-#: Columns of a word of AWQ, from its lowest bits (`kAwqOrder` in csrc/quantization/params.h), and where each column is.
-_AWQ_ORDER = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
-_AWQ_PLACES = _AWQ_ORDER.argsort()
+#: Columns of a word of AWQ, from its lowest bits (`kAwqOrder` in csrc/quantization/params.h).
+_AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 
 
 def gptq_codes(qweight: Tensor) -> Tensor:
-    """int32 [in / 8, out], the lowest k in the lowest bits -> uint8 [in, out]."""
-    return _values(qweight).transpose(1, 2).flatten(0, 1)
+    """int32 [in / 8, out], the lowest k in the lowest bits -> uint8 [in, out], its columns dense."""
+    eights = _values(qweight).view(torch.int64).squeeze(2)  # [in / 8, out]: moved eight at a time
+    return eights.T.contiguous().view(torch.uint8).T
 
 
 def gptq_weight(codes: Tensor) -> Tensor:
@@ -31,8 +31,10 @@ def gptq_zeros(qzeros: Tensor, offset: int) -> Tensor:
 
 
 def awq_codes(words: Tensor) -> Tensor:
-    """int32 [rows, out / 8] -> uint8 [rows, out]: AWQ's codes, or its zeros."""
-    return _values(words)[..., _AWQ_PLACES].flatten(1)
+    """int32 [rows, out / 8] -> uint8 [rows, out], its columns dense: AWQ's codes, or its zeros."""
+    columns = words.T.contiguous()  # [out / 8, rows]
+    values = [(columns >> 4 * _AWQ_ORDER.index(column) & 15).to(torch.uint8) for column in range(8)]
+    return torch.stack(values, 1).flatten(0, 1).T
 
 
 def awq_words(codes: Tensor) -> Tensor:

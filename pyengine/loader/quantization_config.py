@@ -214,12 +214,14 @@ def _read_compressed_weights(format: str, ignore: tuple[str, ...], group: _Secti
         weights.one_of("num_bits", supported=(4,))
         weights.one_of("type", supported=("int",), default="int")
         strategy = weights.one_of("strategy", supported=("group", "channel"))
-        act_order = weights.one_of("actorder", supported=(True, False, "group", "weight", "static"), default=False)
+        # "static" and "dynamic" are other names of "weight" and "group".
+        orders = (True, False, "group", "dynamic", "weight", "static")
+        act_order = weights.one_of("actorder", supported=orders, default=False)
         symmetric = weights.one_of("symmetric", supported=(True, False), default=True)
         return QuantizationConfig(
             layout="packed",
             group_size=weights.group_size("group_size") if strategy == "group" else -1,
-            act_order=act_order in (True, "group"),
+            act_order=act_order in (True, "group", "dynamic"),
             has_zeros=not symmetric,
             **common,
         )

@@ -147,7 +147,7 @@ class QuantizedModules:
         """(out, in) of the values."""
         layout, infos = self._config.layout, self._modules[module]
         codes = next(iter(self._layout))
-        if len(infos[codes].shape) != 2:
+        if len(infos[codes].shape) != 2 or 0 in infos[codes].shape:
             raise self._fail(module, codes, f"has shape {list(infos[codes].shape)}, which is not a matrix")
         rows, columns = infos[codes].shape
         if layout in ("fp8", "int8"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from quantized_folders import FORMATS, WEIGHTS, write_quantized
 from safetensors.torch import load_file, save_file
 from tiny_models import edit_config, make_model
@@ -18,6 +21,7 @@ from torch import Tensor
 from pyengine.config import LoadConfig
 from pyengine.errors import ModelLoadError
 from pyengine.loader.checkpoint import open_checkpoint
+from pyengine.loader.quantization_config import read_quantization_config
 from pyengine.loader.weights import load_model
 from pyengine.ops import get_ops
 
@@ -127,6 +131,49 @@ def test_a_configuration_that_is_no_object(folders: dict[str, Path], tmp_path: P
     assert_refused(folder, "quantization_config is 'gptq', not an object")
 
 
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 300) | st.text("gptqre:(*.", max_size=6) | st.floats(),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["group_0", "weights", "0"]), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+
+
+def paths(section: dict[str, Any], prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """Of every value in it."""
+    found = []
+    for key, value in section.items():
+        found.append((*prefix, key))
+        if isinstance(value, dict):
+            found += paths(value, (*prefix, key))
+    return found
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_configuration_loads_or_is_refused(folders: dict[str, Path], tmp_path: Path, data: st.DataObject) -> None:
+    """Values of any kind in place of any other."""
+    name = data.draw(st.sampled_from(sorted(FORMATS)))
+    original = json.loads((folders[name] / "config.json").read_text())["quantization_config"]
+    more = {"dynamic": None, "kv_cache_scheme": None, "sparsity_config": None, "modules_to_not_convert": None}
+    config: Any = copy.deepcopy(more | original)
+    *sections, last = data.draw(st.sampled_from(paths(config)))
+    target = config
+    for section in sections:
+        target = target[section]
+    target[last] = data.draw(JSON)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    message = ""
+    try:
+        read = read_quantization_config(tmp_path)
+        assert read is not None
+        read.excludes("model.layers.0.mlp.up_proj")
+    except ModelLoadError as error:
+        message = str(error)
+    assert not message or re.fullmatch(rf"{re.escape(str(tmp_path / 'config.json'))}: .+", message)
+
+
 Change = Callable[[dict[str, Tensor]], Any]
 
 
@@ -166,6 +213,11 @@ TENSOR_CASES: dict[str, tuple[str, Change, str]] = {
     "zeros of another size": ("awq", put("qzeros", torch.ones(2, 24, dtype=INTS)), "@qzeros has shape [2, 24], not [1, 24]"),
     "an order of another size": ("gptq", put("g_idx", torch.ones(65, dtype=INTS)), "@g_idx has shape [65], not [64]"),
     "not a matrix": ("gptq", put("qweight", torch.ones(8, dtype=INTS)), "@qweight has shape [8], which is not a matrix"),
+    "nothing in it": (
+        "packed-rows",
+        put("weight_packed", torch.ones(192, 0, dtype=INTS)),
+        "@weight_packed has shape [192, 0], which is not a matrix",
+    ),
     "other columns": ("awq", put("qweight", torch.ones(72, 24, dtype=INTS)), "@qweight is of 192 rows of 72 values; "),
     "fp8 columns": (
         "fp8",

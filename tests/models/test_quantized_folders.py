@@ -19,15 +19,19 @@ from transformers import AutoModelForCausalLM
 
 from pyengine.errors import ModelLoadError
 from pyengine.layers.checkpoint_linear import CheckpointLinear, DenseLinear
+from pyengine.layers.linear import Linear
 from pyengine.layers.weights import CheckpointWeight
 from pyengine.loader.checkpoint import open_checkpoint
 from pyengine.loader.checkpoint_blocks import to_blocks
+from pyengine.ops import get_ops
 
 SIZES = {"intermediate_size": 192}
 IDS = torch.randint(0, 500, (40,), generator=torch.Generator().manual_seed(3)).tolist()
 #: Relative errors of logits. Plain: fp32's rounding alone. Blocks: the input of each product is rounded to int8 (about 5% in a
 #: random model), and values of FP8 and act order once more. Emulated: fp16, and INT8's inputs as well rounded to int8.
 PLAIN, BLOCKS, EMULATED, EMULATED_INT8 = 1e-5, 0.1, 0.01, 0.1
+#: Where weights stay as they are.
+GPUS = ["emulated", "cuda"] if torch.cuda.is_available() else ["emulated"]
 #: What matrices become on CPUs.
 BLOCK_FORMATS = {"gptq-sym": "Q4_0", "packed": "Q4_0", "packed-rows": "Q4_0"} | dict.fromkeys(
     ("gptq-act-order", "packed-act-order", "fp8", "fp8-channel", "int8", "int8-tensor"), "Q8_0"
@@ -89,11 +93,12 @@ def test_on_cpus(case: tuple[str, Path, Tensor]) -> None:
         assert [packed.format for packed in linear._packed] == [BLOCK_FORMATS.get(name, "Q4_1")]
 
 
-def test_on_gpus(case: tuple[str, Path, Tensor]) -> None:
-    """Emulated. Weights stay as the files have them, and projections of one input are one product."""
+@pytest.mark.parametrize("device", GPUS)
+def test_on_gpus(device: str, case: tuple[str, Path, Tensor]) -> None:
+    """Weights stay as the files have them, and projections of one input are one product."""
     name, folder, expected = case
-    runner = run(folder, name, "emulated")
-    assert 0 < error(runner, expected) < allowed(name, "emulated")
+    runner = run(folder, name, device)
+    assert 0 < error(runner, expected) < allowed(name, device)
     layer = runner.model.layers[0]
     for linear in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj):
         (product,) = linear._packed
@@ -231,6 +236,28 @@ def test_modules_in_block_to_quantize(llama: Path, tmp_path: Path) -> None:
     form = replace(FORMATS["gptq"], config=config)
     write_quantized(llama, form, tmp_path / "quantised", tmp_path / "plain", keep=("lm_head", "down_proj"))
     assert error(PagedRunner(tmp_path / "quantised"), transformers_logits(tmp_path / "plain")) < PLAIN
+
+
+def test_what_a_gpus_layer_keeps() -> None:
+    """On torch's meta device, which has shapes and no values: plain projections are one matrix, quantised ones another part."""
+    weight = CheckpointWeight(
+        "fp8", torch.ones(16, 32).to(torch.float8_e4m3fn), torch.ones(16), zeros=None, group_size=0, order=None, shape=(16, 32)
+    )
+    meta = {"ops": get_ops("emulated"), "dtype": torch.float16, "device": torch.device("meta")}
+    x = torch.empty(3, 32, dtype=torch.float16, device="meta")
+    for weights, kinds in (
+        ([torch.ones(16, 32), torch.ones(16, 32)], []),
+        ([torch.ones(16, 32), weight], [DenseLinear, CheckpointLinear]),
+        ([weight, weight], [CheckpointLinear]),
+    ):
+        linear = Linear(32, (16, 16), bias=True, **meta)
+        for slot, loaded in zip(linear.weight_slots(["a", "b"]), [w for part in weights for w in (part, None)], strict=True):
+            slot.load(torch.ones(16) if loaded is None else loaded)
+        assert [type(part) for part in linear._packed] == kinds
+        assert (linear._weight is not None) == (not kinds)
+        for dtype in (torch.float16, torch.float32):
+            out = linear(x, dtype)
+            assert (out.shape, out.dtype, out.device.type) == ((3, 32), dtype, "meta")
 
 
 def test_a_plain_part_of_a_product() -> None:
