@@ -330,19 +330,22 @@ async def test_the_step_thread_sleeps_without_work() -> None:
         await collect(engine, "r", SamplingParams(max_tokens=3))
         steps = len(executor.steps)
         waits = 0
-        real = engine._condition.wait
+        condition = engine._step_thread._condition
+        real = condition.wait
 
         def counted(*args: Any) -> bool:
             nonlocal waits
             waits += 1
             return real(*args)
 
-        engine._condition.wait = counted  # type: ignore[method-assign]
+        await until(lambda: engine.stalled_for() == 0.0)
+        with condition:  # which it has let go of, by waiting
+            condition.wait = counted  # type: ignore[method-assign]
         await asyncio.sleep(0.1)
         assert len(executor.steps) == steps
         assert waits == 0  # it is inside the one wait that began before
         assert engine.stalled_for() == 0.0
-        engine._condition.wait = real  # type: ignore[method-assign]
+        condition.wait = real  # type: ignore[method-assign]
 
 
 @run_async

@@ -86,7 +86,7 @@ async def test_mirrors_agree_with_the_cache_through_evictions_whenever_they_join
             await asyncio.gather(*(generate(engine, *each) for each in zip(names, prompts, salts, strict=True)))
         expected = cached(engine)
         assert expected
-        await until(lambda: all(mirror.last_number == engine._kv_events.last_number for mirror in mirrors))
+        await until(lambda: all(mirror.last_number == engine._step_thread.kv_events.last_number for mirror in mirrors))
         assert [mirror.blocks for mirror in mirrors] == [expected] * 3
         assert all(mirror.num_removed for mirror in mirrors), "the pool was too large to show evictions"
         for block in expected.values():
@@ -142,7 +142,7 @@ async def test_nothing_is_recorded_for_nobody() -> None:
         assert cache is not None
         await generate(engine, "a", [5] * 20)
         assert cache._events is None
-        engine._kv_events._max_events = 8
+        engine._step_thread.kv_events._max_events = 8
         mirror = Mirror()
         task = asyncio.create_task(follow(engine.kv_events(), mirror))
         await until(lambda: len(mirror.blocks) == 2)
@@ -150,7 +150,7 @@ async def test_nothing_is_recorded_for_nobody() -> None:
         await generate(engine, "b", [6] * 200)  # more than the log holds, with nobody there
         await generate(engine, "c", [7] * 20)
         assert cache._events is None
-        assert not engine._kv_events._batches
+        assert not engine._step_thread.kv_events._batches
         with pytest.raises(OutOfRangeError):
             await follow(engine.kv_events(mirror.last_number), mirror)
 

@@ -121,7 +121,7 @@ def test_log_stats_follows_its_flag() -> None:
         config, executor = fake_config(), FakeExecutor(counting)
         engine = LLMEngine(EngineArgs(disable_log_stats=disabled), parts=EngineParts(config, executor, None))
         assert engine.log_stats is not disabled
-        assert (AsyncLLMEngine(engine)._stat_logger is None) is disabled
+        assert (AsyncLLMEngine(engine)._step_thread._stat_logger is None) is disabled
 
 
 def test_counting_from_zero_again_keeps_the_gauges() -> None:

@@ -109,7 +109,7 @@ def test_python_help(name: str) -> None:
 def test_nodes_cancel_frees_the_blocks_within_a_step(real: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = real.engine
     steps_at_cancel: list[int] = []
-    step, close = engine._engine.step, engine._close
+    step, close = engine._engine.step, engine._step_thread.close
 
     def slow_step() -> Any:
         time.sleep(0.02)  # so that the client's cancel comes long before the last token
@@ -121,7 +121,7 @@ def test_nodes_cancel_frees_the_blocks_within_a_step(real: RunningServer, monkey
         close(stream)
 
     monkeypatch.setattr(engine._engine, "step", slow_step)
-    monkeypatch.setattr(engine, "_close", watched_close)
+    monkeypatch.setattr(engine._step_thread, "close", watched_close)
     before = engine.stats()["num_steps"]
     shown = node(real, "--max-tokens", "400", "--cancel-after", "5", "Yesterday")
     assert re.search(r"\n\[cancelled after \d+ tokens\]\n$", shown)
