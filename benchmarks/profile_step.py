@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 
 from pyengine import LLM, SamplingParams
-from pyengine.config import EngineArgs, EngineConfig, resolve, resolve_load
+from pyengine.config import EngineArgs, EngineConfig
+from pyengine.config_resolution import resolve, resolve_load
 from pyengine.inputs import TokensPrompt
 from pyengine.layers.attention_metadata import AttentionMetadata
 from pyengine.loader.checkpoint import open_checkpoint

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from pyengine.config import EngineArgs, EngineConfig, HardwareInfo, ModelArchConfig, kv_bytes_per_block, resolve, resolve_load
+from pyengine.config import EngineArgs, EngineConfig, HardwareInfo, ModelArchConfig
+from pyengine.config_resolution import kv_bytes_per_block, resolve, resolve_load
 from pyengine.errors import ALL_ERRORS, ConfigError, PyEngineError
 
 ROOT = Path(__file__).parents[1]

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pyengine.config import EngineArgs, EngineConfig, UsageContext, resolve, resolve_load
+from pyengine.config import EngineArgs, EngineConfig, UsageContext
+from pyengine.config_resolution import resolve, resolve_load
 from pyengine.tenants import load_tenants
 from pyengine.worker.executor import Executor
 

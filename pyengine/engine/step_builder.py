@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Set
 
 from pyengine.config import SchedulerConfig
 from pyengine.engine.admission import AdmissionPlan
@@ -51,7 +51,7 @@ class StepBuilder:
         self._deferred: list[Request] = []  # that wait for one, out of the queue until the step is made
         self._portions: dict[str, int] | None = None  # with tenants: prompt tokens that each may still have; None: any number
 
-    def build(self, to_preempt: Iterable[str] = ()) -> SchedulerOutput:
+    def build(self, to_preempt: Set[str] = frozenset()) -> SchedulerOutput:
         """Make the step.
 
         Args:
@@ -63,7 +63,8 @@ class StepBuilder:
         if shares is not None and live.fair_queue is not None:
             shares.start_step(live.running)
             live.fair_queue.start_step()
-        self._preempt_as_asked(set(to_preempt))
+        if to_preempt:
+            self._preempt_as_asked(to_preempt)
         if (self._config.policy == "priority" or shares is not None) and self._batch is None:
             self._admit_urgent()
         self._schedule_running()
@@ -73,7 +74,7 @@ class StepBuilder:
         self._output.total_num_scheduled_tokens = self._limits.num_tokens - self._token_budget
         return self._output
 
-    def _preempt_as_asked(self, request_ids: set[str]) -> None:
+    def _preempt_as_asked(self, request_ids: Set[str]) -> None:
         for request in reversed(self._live.running.copy()):
             if request.request_id in request_ids and not (request.is_protected or request.is_padding):
                 self._live.preempt(request, self._output)

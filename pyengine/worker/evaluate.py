@@ -11,7 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pyengine.config import EngineArgs, resolve, resolve_load
+from pyengine.config import EngineArgs
+from pyengine.config_resolution import resolve, resolve_load
 from pyengine.errors import InvalidRequestError
 from pyengine.layers.attention_metadata import AttentionMetadata
 from pyengine.loader.checkpoint import open_checkpoint

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from pyengine.config import EngineArgs, EngineConfig, HardwareInfo, ModelArchConfig, resolve
+from pyengine.config import EngineArgs, EngineConfig, HardwareInfo, ModelArchConfig
+from pyengine.config_resolution import resolve
 from pyengine.engine.llm_engine import LLMEngine
 from pyengine.engine.startup import EngineParts
 from pyengine.scheduler_output import ModelRunnerOutput, NewRequestData, SchedulerOutput, TokenLogprobs

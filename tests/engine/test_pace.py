@@ -285,3 +285,41 @@ def test_servers_on_cpus_pace_steps_by_default() -> None:
 )
 def test_who_is_paced_by_default(args: dict[str, Any], ratio: float | None) -> None:
     assert fake_config(**args).scheduler.max_step_ratio == ratio
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_whatever_is_learnt_everybody_ends_where_memory_is_short(policy: str) -> None:
+    """Streams that lack the blocks for a token, prompts that must get on before any is free, and times that say nothing."""
+    for seed in range(6):
+        results = [serve_with_little_memory(seed, policy, usage_context) for usage_context in ("llm_class", "server")]
+        assert results[0] == results[1], seed
+
+
+def serve_with_little_memory(seed: int, policy: str, usage_context: str) -> dict[str, list[int]]:
+    rng, times, clock = random.Random(seed), random.Random(seed), Clock()
+
+    class Timed(FakeExecutor):
+        def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+            clock.now += times.choice([0.0, 0.001, 0.1, 1.0]) * times.random()
+            return super().execute_model(scheduler_output)
+
+    config = fake_config(
+        num_kv_blocks=rng.choice([16, 20, 40]),
+        max_num_seqs=rng.choice([2, 6, 16]),
+        max_num_batched_tokens=64,
+        skip_tokenizer_init=True,
+        scheduling_policy=policy,
+        usage_context=usage_context,
+    )
+    engine = LLMEngine(EngineArgs(), parts=EngineParts(config, Timed(counting), None), clock=clock)
+    tokens: dict[str, list[int]] = {}
+    for step in range(5000):
+        if step % 3 == 0 and step < 60:
+            prompt = [5 + (step + i) % 400 for i in range(rng.randrange(1, 200))]
+            params = SamplingParams(max_tokens=rng.randrange(1, 50), ignore_eos=True)
+            engine.add_request(str(step), TokensPrompt(prompt), params, priority=rng.randrange(3))
+        for output in engine.step():
+            tokens[output.request_id] = list(output.outputs[0].token_ids)
+        if step >= 60 and not engine.has_unfinished_requests():
+            return tokens
+    raise AssertionError(f"{engine.stats()} after {step + 1} steps")

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pyengine.config import EngineArgs, EngineConfig, HardwareInfo, ModelArchConfig, resolve
+from pyengine.config import EngineArgs, EngineConfig, HardwareInfo, ModelArchConfig
+from pyengine.config_resolution import resolve
 from pyengine.engine.kv_events import KVEventBatch
 from pyengine.engine.metrics import EngineMetrics
 from pyengine.engine.scheduler_stats import SchedulerStats

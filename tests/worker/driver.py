@@ -6,7 +6,8 @@ import random
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pyengine.config import EngineArgs, EngineConfig, HardwareInfo, resolve, resolve_load
+from pyengine.config import EngineArgs, EngineConfig, HardwareInfo
+from pyengine.config_resolution import resolve, resolve_load
 from pyengine.loader.checkpoint import open_checkpoint
 from pyengine.sampling_params import SamplingParams
 from pyengine.scheduler_output import (

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from driver import MACHINE, Driver, Sequence, make_executor
 
-from pyengine.config import EngineArgs, resolve, resolve_load
+from pyengine.config import EngineArgs
+from pyengine.config_resolution import resolve, resolve_load
 from pyengine.errors import ConfigError
 from pyengine.loader.checkpoint import open_checkpoint
 from pyengine.sampling_params import SamplingParams
