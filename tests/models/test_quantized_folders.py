@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,15 @@ GPUS = ["emulated", "cuda"] if torch.cuda.is_available() else ["emulated"]
 BLOCK_FORMATS = {"gptq-sym": "Q4_0", "packed": "Q4_0", "packed-rows": "Q4_0"} | dict.fromkeys(
     ("gptq-act-order", "packed-act-order", "fp8", "fp8-channel", "int8", "int8-tensor"), "Q8_0"
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """More only wait for each other over matrices this small."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 @torch.inference_mode()
@@ -122,6 +132,15 @@ def test_what_blocks_hold(case: tuple[str, Path, Tensor]) -> None:
                 largest = values.unflatten(1, (-1, 32)).abs().amax(-1, keepdim=True)
                 share = 2**-11 if name.startswith("int8") else 1 / 254 + 2**-11
                 assert (difference.unflatten(1, (-1, 32)).abs() <= 1.001 * share * largest).all()
+
+
+@pytest.mark.parametrize("name", ["gptq-act-order", "awq", "fp8", "int8"])
+def test_logits_do_not_depend_on_the_batch(name: str, llama: Path, tmp_path: Path) -> None:
+    write_quantized(llama, FORMATS[name], tmp_path / "quantised", tmp_path / "plain")
+    together, alone = (run(tmp_path / "quantised", name, "emulated") for _ in range(2))
+    both = together.step({"a": IDS[:9], "b": IDS[:30]})
+    assert torch.equal(alone.step({"a": IDS[:9]})["a"], both["a"])
+    assert torch.equal(torch.cat([alone.step({"b": part})["b"] for part in (IDS[:17], IDS[17:30])]), both["b"])
 
 
 # ---- mixtures, names, biases
