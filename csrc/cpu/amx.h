@@ -46,6 +46,11 @@ template <int C, int A, int B>
 PE_TILE_OP void multiply_int8_tiles() {
   __asm__ volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
+// c [m, n] fp32 += a [m, k] bf16 * b [k / 2, n, 2] bf16
+template <int C, int A, int B>
+PE_TILE_OP void multiply_bf16_tiles() {
+  __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+}
 #undef PE_TILE_OP
 
 }  // namespace PE_ISA

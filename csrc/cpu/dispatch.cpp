@@ -82,7 +82,7 @@ const IsaList& isa_list() {
     l.entries[l.size++] = {"avx512_vnni", &vnni_table(), emulated || features().avx512_vnni};
 #if defined(PE_HAVE_AMX)
     // Every kernel of its table must run: those of avx512_vnni too.
-    l.entries[l.size++] = {"amx", &amx_table(), features().avx512_vnni && features().amx_int8};
+    l.entries[l.size++] = {"amx", &amx_table(), features().avx512_vnni && features().amx_int8 && features().amx_bf16};
 #endif
 #endif
     return l;

@@ -36,9 +36,11 @@
   X(sample_top_k_top_p, SampleParams)              \
   X(argmax, ArgmaxParams)
 
-// Those that instruction sets avx512_vnni and amx have versions of their own of; the others are avx512's.
+// Those that instruction sets avx512_vnni and amx have versions of their own of; the others are the next narrower set's.
 #define PE_CPU_VNNI_KERNELS(X) X(quantized_linear, QuantizedLinearParams)
-#define PE_CPU_AMX_KERNELS(X) X(quantized_linear, QuantizedLinearParams)
+#define PE_CPU_AMX_KERNELS(X)              \
+  X(paged_attention, PagedAttentionParams) \
+  X(quantized_linear, QuantizedLinearParams)
 
 namespace pyengine::cpu {
 

@@ -1,48 +1,21 @@
-// One tile of attention: the query rows (token, head of the group) of a run of tokens, against the keys of one KV head.
+// One tile of attention in fp32, the keys in blocks. Any cache type.
 #pragma once
-#include "../../cpu/with_type.h"
 #include "key_block.h"
-#include "softmax.h"
+#include "tile_rows.h"
 
 namespace pyengine::cpu {
 namespace PE_ISA {
 
 constexpr int kWidePanelColumns = kPanel * (kWidePanels > kPanels ? kWidePanels : kPanels);
 
-struct AttentionTile {
-  int seq, kv_head;
-  int first_token, num_tokens;  // within the sequence's query
-  int64_t first_position;       // of first_token
-  int64_t begin, end;           // positions that any row sees
-};
-
-// Sizes that one launch's tiles share.
-struct TileShape {
-  int group;     // query heads of a KV head
-  int max_rows;  // of a tile
-  int ld_out;    // head_dim, rounded up to whole groups of panels
-  int ld_value;  // head_dim, rounded up to whole panels
-
-  TileShape(const PagedAttentionParams& p, int tokens)
-      : group(p.num_heads / p.num_kv_heads),
-        max_rows(tokens * group),
-        ld_out(round_up(p.head_dim, kWidePanelColumns)),
-        ld_value(round_up(p.head_dim, kPanel)) {}
-
-  int64_t state_floats(int rows) const { return round_up(rows * (ld_out + 2), kPanel); }
-  SoftmaxState state(float* memory, int rows) const {
-    return {memory, memory + rows * ld_out, memory + rows * ld_out + rows, ld_out};
-  }
-};
-
 // A tile's working memory, cut from one allocation.
 struct TileMemory {
-  float* query;   // [rows, ld_value], fp32
-  float* logits;  // [rows, kKeyBlock]
-  float* keys;    // [head_dim, kKeyBlock]
-  float* values;  // [kKeyBlock, ld_value]
-  float* states;  // two of [rows]
-  int* visible;   // [rows, 2]
+  float* query;       // [rows, ld_value], fp32
+  float* logits;      // [rows, kKeyBlock]
+  float* keys;        // [head_dim, kKeyBlock]
+  float* values;      // [kKeyBlock, ld_value]
+  float* states;      // two of [rows]
+  KeyRange* visible;  // [rows], of a block
 
   static int64_t floats(const TileShape& shape, int head_dim) {
     return int64_t{shape.max_rows} * (shape.ld_value + kKeyBlock + 2) + int64_t{kKeyBlock} * (head_dim + shape.ld_value) +
@@ -54,7 +27,7 @@ struct TileMemory {
         keys(logits + shape.max_rows * kKeyBlock),
         values(keys + head_dim * kKeyBlock),
         states(values + kKeyBlock * shape.ld_value),
-        visible(reinterpret_cast<int*>(states + 2 * shape.state_floats(shape.max_rows))) {}
+        visible(reinterpret_cast<KeyRange*>(states + 2 * shape.state_floats(shape.max_rows))) {}
 };
 
 // Products [rows, 16 NP] of query rows and NP groups of keys, as GemmTile; meanwhile the same tokens' values are fetched.
@@ -132,24 +105,29 @@ struct WeightedSum {
 template <class T>
 class TileRunner {
  public:
+  static constexpr int kTileRows = 96;                   // query rows of a prefill tile
+  static constexpr int kOutColumns = kWidePanelColumns;  // a state's rows are multiples of it
+  static int64_t memory_floats(const TileShape& shape, int head_dim) { return TileMemory::floats(shape, head_dim); }
+
   TileRunner(const PagedAttentionParams& p, const TileShape& shape, const AttentionTile& tile, const LaneIndices& indices,
              float* memory)
       : p_(p),
         shape_(shape),
         tile_(tile),
+        rows_(p, shape, tile),
         indices_(indices),
         memory_(memory, shape, p.head_dim),
         pages_(p, tile.seq, tile.kv_head),
-        num_rows_(tile.num_tokens * shape.group),
+        num_rows_(rows_.count()),
         row_tiles_(num_rows_),
         options_{p.scale, p.logit_softcap, p.alibi_slopes != nullptr} {
     with_float_type(p.dtype, [&](auto type) {
-      widen_query(static_cast<const decltype(type)*>(p.query));
+      widen_query<decltype(type)>();
       return nullptr;
     });
   }
 
-  int num_rows() const { return num_rows_; }
+  const TileRows& rows() const { return rows_; }
   SoftmaxState scratch_state(int i) const {
     return shape_.state(memory_.states + i * shape_.state_floats(shape_.max_rows), num_rows_);
   }
@@ -172,34 +150,11 @@ class TileRunner {
     }
   }
 
-  // Normalises and writes every row.
-  void finish(const SoftmaxState& state) const {
-    with_float_type(p_.dtype, [&](auto type) {
-      finish_rows(state, static_cast<decltype(type)*>(p_.out));
-      return nullptr;
-    });
-  }
-
  private:
-  // Rows are ordered token by token, the heads of the group inside.
-  int head_of(int row) const { return tile_.kv_head * shape_.group + row % shape_.group; }
-  int64_t token_of(int row) const { return p_.query_start_loc[tile_.seq] + tile_.first_token + row / shape_.group; }
-
   template <class Q>
-  void finish_rows(const SoftmaxState& state, Q* out) const {
+  void widen_query() const {
     for (int row = 0; row < num_rows_; row++) {
-      const int head = head_of(row);
-      const float* sink = p_.sinks != nullptr ? p_.sinks + head : nullptr;
-      const float lse =
-          finish_row(state, row, sink, p_.head_dim, out + token_of(row) * p_.out_token_stride + int64_t{head} * p_.head_dim);
-      if (p_.lse != nullptr) p_.lse[token_of(row) * p_.num_heads + head] = lse;
-    }
-  }
-
-  template <class Q>
-  void widen_query(const Q* query) const {
-    for (int row = 0; row < num_rows_; row++) {
-      const Q* from = query + token_of(row) * p_.query_token_stride + int64_t{head_of(row)} * p_.head_dim;
+      const Q* from = rows_.query<Q>(row);
       float* to = memory_.query + row * shape_.ld_value;
       for (int d = 0; d < p_.head_dim; d += kLanes) store(to + d, load_partial(from + d, p_.head_dim - d));
     }
@@ -209,17 +164,12 @@ class TileRunner {
   void run_block(int64_t start, const KeyBlock<B>& block, const SoftmaxState& state) const {
     multiply_keys(block);
     for (int row = 0; row < num_rows_; row++) {
-      const int64_t position = tile_.first_position + row / shape_.group;
-      const int64_t window_begin = p_.sliding_window > 0 ? position - p_.sliding_window + 1 - start : 0;
-      const int begin =
-          window_begin > block.begin ? static_cast<int>(window_begin < block.end ? window_begin : block.end) : block.begin;
-      const int end = position + 1 - start < block.end ? static_cast<int>(position + 1 - start) : block.end;
-      memory_.visible[2 * row] = begin;
-      memory_.visible[2 * row + 1] = end;
-      if (begin >= end) continue;
-      softmax_row(memory_.logits + row * kKeyBlock, begin, end, options_, options_.alibi ? p_.alibi_slopes[head_of(row)] : 0.0f,
-                  static_cast<float>(start - position), indices_, state.out + row * state.ld, state.ld, state.max + row,
-                  state.sum + row);
+      const KeyRange keys = rows_.visible(row, start, {block.begin, block.end});
+      memory_.visible[row] = keys;
+      if (keys.empty()) continue;
+      softmax_row(memory_.logits + row * kKeyBlock, keys.begin, keys.end, options_, rows_.alibi_slope(row),
+                  static_cast<float>(start - rows_.position(row)), indices_, state.out + row * state.ld, state.ld,
+                  state.max + row, state.sum + row);
     }
     for (int tile = 0; tile < row_tiles_.count; tile++) add_values(block, tile, state);
   }
@@ -263,17 +213,17 @@ class TileRunner {
     const int first = row_tiles_.first_row(tile), rows = row_tiles_.rows_of(tile);
     int begin = 0, end = kKeyBlock;
     for (int row = first; row < first + rows; row++) {
-      begin = memory_.visible[2 * row] > begin ? memory_.visible[2 * row] : begin;
-      end = memory_.visible[2 * row + 1] < end ? memory_.visible[2 * row + 1] : end;
+      begin = memory_.visible[row].begin > begin ? memory_.visible[row].begin : begin;
+      end = memory_.visible[row].end < end ? memory_.visible[row].end : end;
     }
     if (begin >= end) {
       for (int row = first; row < first + rows; row++)
-        add_range(block, row, 1, memory_.visible[2 * row], memory_.visible[2 * row + 1], state);
+        add_range(block, row, 1, memory_.visible[row].begin, memory_.visible[row].end, state);
       return;
     }
-    for (int row = first; row < first + rows; row++) add_range(block, row, 1, memory_.visible[2 * row], begin, state);
+    for (int row = first; row < first + rows; row++) add_range(block, row, 1, memory_.visible[row].begin, begin, state);
     add_range(block, first, rows, begin, end, state);
-    for (int row = first; row < first + rows; row++) add_range(block, row, 1, end, memory_.visible[2 * row + 1], state);
+    for (int row = first; row < first + rows; row++) add_range(block, row, 1, end, memory_.visible[row].end, state);
   }
 
   template <class B>
@@ -302,6 +252,7 @@ class TileRunner {
   const PagedAttentionParams& p_;
   const TileShape& shape_;
   const AttentionTile& tile_;
+  TileRows rows_;
   const LaneIndices& indices_;
   TileMemory memory_;
   SequencePages<T> pages_;

@@ -88,13 +88,15 @@ class SequencePages {
     return block;
   }
 
- private:
-  int64_t page(int64_t position) const { return table_[position >> p_.block_shift]; }
-  int64_t slot(int64_t position) const { return position & (p_.block_size - 1); }
+  // Of one token.
   const T* key(int64_t position) const { return k_ + page(position) * p_.k_block_stride + slot(position) * p_.k_token_stride; }
   const T* value(int64_t position) const {
     return v_ + page(position) * p_.v_block_stride + slot(position) * p_.v_token_stride;
   }
+
+ private:
+  int64_t page(int64_t position) const { return table_[position >> p_.block_shift]; }
+  int64_t slot(int64_t position) const { return position & (p_.block_size - 1); }
 
   // Tokens from `position` on that share its page, at most `limit`.
   int run_length(int64_t position, int limit) const {

@@ -2,13 +2,21 @@
 // them.
 #include "../../cpu/parallel.h"
 #include "../../cpu/with_type.h"
+#if defined(PE_SIMD_AMX)
+#include "attention_tile_amx.h"
+#else
 #include "attention_tile.h"
+#endif
 
 namespace pyengine::cpu {
+#if defined(PE_SIMD_AMX)
+namespace avx512 {
+const char* paged_attention(const PagedAttentionParams& p);
+}
+#endif
 namespace PE_ISA {
 namespace {
 
-constexpr int kTileRows = 96;  // query rows of a prefill tile
 constexpr int kTilesPerThread =
     4;  // a tile that costs more than this fraction of a thread's share is split by partitions of keys
 constexpr int64_t kMaxStateBytes = 64 * 1024 * 1024;  // of the partitions' results that await their merge
@@ -20,9 +28,9 @@ struct QueryRun {
   int64_t begin;  // first position that any row sees
 };
 
-int tokens_per_tile(const PagedAttentionParams& p) {
+int tokens_per_tile(const PagedAttentionParams& p, int max_rows) {
   const int group = p.num_heads / p.num_kv_heads;
-  const int tokens = kTileRows > group ? kTileRows / group : 1;
+  const int tokens = max_rows > group ? max_rows / group : 1;
   return tokens < p.max_query_len || p.max_query_len <= 0 ? tokens : p.max_query_len;
 }
 
@@ -63,10 +71,11 @@ int64_t first_partition(const QueryRun& run) { return run.begin / kPartition; }
 int64_t end_partition(const QueryRun& run) { return (int64_t{run.num_keys} + kPartition - 1) / kPartition; }
 int64_t num_partitions(const QueryRun& run) { return end_partition(run) - first_partition(run); }
 
-template <class T>
+template <class Runner>
 class Launch {
  public:
-  explicit Launch(const PagedAttentionParams& p) : p_(p), tokens_(tokens_per_tile(p)), shape_(p, tokens_) {}
+  explicit Launch(const PagedAttentionParams& p)
+      : p_(p), tokens_(tokens_per_tile(p, Runner::kTileRows)), shape_(p, tokens_, Runner::kOutColumns) {}
 
   void run() {
     int64_t num_items, num_merges, num_states;
@@ -147,7 +156,7 @@ class Launch {
             run.num_keys};
   }
   float* tile_memory() const {
-    return static_cast<float*>(thread_scratch(TileMemory::floats(shape_, p_.head_dim) * sizeof(float)));
+    return static_cast<float*>(thread_scratch(Runner::memory_floats(shape_, p_.head_dim) * sizeof(float)));
   }
   SoftmaxState state(int64_t index, int rows) const {
     return shape_.state(states_ + index * shape_.state_floats(shape_.max_rows), rows);
@@ -156,31 +165,30 @@ class Launch {
   void run_whole(int64_t index) const {
     const AttentionTile work = tile(index);
     const QueryRun& run = runs_[index / p_.num_kv_heads];
-    const TileRunner<T> runner(p_, shape_, work, indices_, tile_memory());
+    const Runner runner(p_, shape_, work, indices_, tile_memory());
     const SoftmaxState total = runner.scratch_state(0), part = runner.scratch_state(1);
     runner.run_partition(first_partition(run), total);
     for (int64_t i = first_partition(run) + 1; i < end_partition(run); i++) {
       runner.run_partition(i, part);
-      for (int row = 0; row < runner.num_rows(); row++) merge_row(total, row, part, row);
+      merge_rows(total, part, runner.rows().count());
     }
-    runner.finish(total);
+    runner.rows().finish(total);
   }
 
   void run_part(const Item& item) const {
     const AttentionTile work = tile(item.tile);
-    const TileRunner<T> runner(p_, shape_, work, indices_, tile_memory());
-    runner.run_partition(item.partition, state(item.state, runner.num_rows()));
+    const Runner runner(p_, shape_, work, indices_, tile_memory());
+    runner.run_partition(item.partition, state(item.state, runner.rows().count()));
   }
 
   void merge_parts(const Merge& merge) const {
     const AttentionTile work = tile(merge.tile);
-    const TileRunner<T> runner(p_, shape_, work, indices_, tile_memory());
-    const SoftmaxState total = state(merge.first_state, runner.num_rows());
+    const TileRows rows(p_, shape_, work);
+    const SoftmaxState total = state(merge.first_state, rows.count());
     for (int64_t i = 1; i < merge.num_states; i++) {
-      const SoftmaxState part = state(merge.first_state + i, runner.num_rows());
-      for (int row = 0; row < runner.num_rows(); row++) merge_row(total, row, part, row);
+      merge_rows(total, state(merge.first_state + i, rows.count()), rows.count());
     }
-    runner.finish(total);
+    rows.finish(total);
   }
 
   const PagedAttentionParams& p_;
@@ -202,10 +210,20 @@ const char* paged_attention(const PagedAttentionParams& p) {
   if (p.v_dim_stride != 1) return "on CPUs, a value's dimensions must be adjacent: v_cache.stride(3) == 1";
   if (p.dtype != DType::kF32 && p.dtype != DType::kF16 && p.dtype != DType::kBF16)
     return "the query must be fp32, fp16 or bf16";
+#if defined(PE_SIMD_AMX)
+  if (!serves_in_amx(p)) return avx512::paged_attention(p);
+  if (p.dtype == DType::kBF16) {
+    Launch<AmxTileRunner<1>>(p).run();
+  } else {
+    Launch<AmxTileRunner<2>>(p).run();
+  }
+  return nullptr;
+#else
   return with_cache_type(p.kv_dtype, [&](auto cache) -> const char* {
-    Launch<decltype(cache)>(p).run();
+    Launch<TileRunner<decltype(cache)>>(p).run();
     return nullptr;
   });
+#endif
 }
 
 }  // namespace PE_ISA

@@ -87,24 +87,33 @@ inline void softmax_row(float* s, int begin, int end, const LogitOptions& option
   *row_max = new_max;
 }
 
-// Merges row `from_row` of a later partition's state into row `row` of `total`.
-inline void merge_row(const SoftmaxState& total, int row, const SoftmaxState& part, int part_row) {
-  if (part.sum[part_row] == 0.0f) return;  // no weight at all
-  float* a = total.out + row * total.ld;
-  const float* b = part.out + part_row * part.ld;
-  const float a_max = total.max[row], b_max = part.max[part_row];
-  if (total.sum[row] == 0.0f) {
-    for (int i = 0; i < total.ld; i += kLanes) store(a + i, load(b + i));
-    total.max[row] = b_max;
-    total.sum[row] = part.sum[part_row];
-    return;
+// Merges a later partition's state into `total`, row by row.
+inline void merge_rows(const SoftmaxState& total, const SoftmaxState& part, int rows) {
+  for (int first = 0; first < rows; first += kLanes) {
+    const int count = rows - first < kLanes ? rows - first : kLanes;
+    const VecF a_max = load_partial(total.max + first, count), b_max = load_partial(part.max + first, count);
+    const VecF new_max = max(a_max, b_max);
+    float a_factor[kLanes], b_factor[kLanes], maximum[kLanes];
+    store(a_factor, exp_nonpositive(a_max - new_max));
+    store(b_factor, exp_nonpositive(b_max - new_max));
+    store(maximum, new_max);
+    for (int i = 0; i < count; i++) {
+      const int row = first + i;
+      if (part.sum[row] == 0.0f) continue;  // no weight at all
+      float* a = total.out + row * total.ld;
+      const float* b = part.out + row * part.ld;
+      if (total.sum[row] == 0.0f) {
+        for (int j = 0; j < total.ld; j += kLanes) store(a + j, load(b + j));
+        total.max[row] = part.max[row];
+        total.sum[row] = part.sum[row];
+        continue;
+      }
+      const VecF fa = set1(a_factor[i]), fb = set1(b_factor[i]);
+      for (int j = 0; j < total.ld; j += kLanes) store(a + j, fma(load(b + j), fb, load(a + j) * fa));
+      total.sum[row] = total.sum[row] * a_factor[i] + part.sum[row] * b_factor[i];
+      total.max[row] = maximum[i];
+    }
   }
-  const float new_max = a_max > b_max ? a_max : b_max;
-  const float a_factor = exp_scalar(a_max - new_max), b_factor = exp_scalar(b_max - new_max);
-  const VecF fa = set1(a_factor), fb = set1(b_factor);
-  for (int i = 0; i < total.ld; i += kLanes) store(a + i, fma(load(b + i), fb, load(a + i) * fa));
-  total.sum[row] = total.sum[row] * a_factor + part.sum[part_row] * b_factor;
-  total.max[row] = new_max;
 }
 
 // Row `row` of a finished state: normalises it into out [head_dim] and gives its log-sum-exp. The sink, if there is one, joins

@@ -1,0 +1,93 @@
+// The query rows (token, head of the group) of one tile of attention: a run of a sequence's tokens against one KV head.
+#pragma once
+#include "../../cpu/with_type.h"
+#include "softmax.h"
+
+namespace pyengine::cpu {
+namespace PE_ISA {
+
+struct AttentionTile {
+  int seq, kv_head;
+  int first_token, num_tokens;  // within the sequence's query
+  int64_t first_position;       // of first_token
+  int64_t begin, end;           // positions that any row sees
+};
+
+// Sizes that one launch's tiles share.
+struct TileShape {
+  int group;     // query heads of a KV head
+  int max_rows;  // of a tile
+  int ld_out;    // head_dim, rounded up to a multiple of out_columns
+  int ld_value;  // head_dim, rounded up to whole panels
+
+  TileShape(const PagedAttentionParams& p, int tokens, int out_columns)
+      : group(p.num_heads / p.num_kv_heads),
+        max_rows(tokens * group),
+        ld_out(round_up(p.head_dim, out_columns)),
+        ld_value(round_up(p.head_dim, kPanel)) {}
+
+  int64_t state_floats(int rows) const { return round_up(rows * (ld_out + 2), kPanel); }
+  SoftmaxState state(float* memory, int rows) const {
+    return {memory, memory + rows * ld_out, memory + rows * ld_out + rows, ld_out};
+  }
+};
+
+// Places [begin, end) among keys that follow each other.
+struct KeyRange {
+  int begin, end;
+  bool empty() const { return begin >= end; }
+};
+
+// Rows are ordered token by token, the heads of the group inside.
+class TileRows {
+ public:
+  TileRows(const PagedAttentionParams& p, const TileShape& shape, const AttentionTile& tile)
+      : p_(p), tile_(tile), group_(shape.group), count_(tile.num_tokens * shape.group) {}
+
+  int count() const { return count_; }
+  int64_t position(int row) const { return tile_.first_position + row / group_; }
+  float alibi_slope(int row) const { return p_.alibi_slopes != nullptr ? p_.alibi_slopes[head(row)] : 0.0f; }
+
+  // [head_dim]
+  template <class Q>
+  const Q* query(int row) const {
+    return static_cast<const Q*>(p_.query) + token(row) * p_.query_token_stride + int64_t{head(row)} * p_.head_dim;
+  }
+
+  // What a row sees of the keys from position `start` on, of which [in_use.begin, in_use.end) are in use.
+  KeyRange visible(int row, int64_t start, KeyRange in_use) const {
+    const int64_t last = position(row) - start;
+    const int64_t begin = p_.sliding_window > 0 ? last - p_.sliding_window + 1 : 0;
+    return {begin > in_use.begin ? static_cast<int>(begin < in_use.end ? begin : in_use.end) : in_use.begin,
+            last + 1 < in_use.end ? static_cast<int>(last + 1) : in_use.end};
+  }
+
+  // Normalises and writes every row.
+  void finish(const SoftmaxState& state) const {
+    with_float_type(p_.dtype, [&](auto type) {
+      finish_rows(state, static_cast<decltype(type)*>(p_.out));
+      return nullptr;
+    });
+  }
+
+ private:
+  int head(int row) const { return tile_.kv_head * group_ + row % group_; }
+  int64_t token(int row) const { return p_.query_start_loc[tile_.seq] + tile_.first_token + row / group_; }
+
+  template <class Q>
+  void finish_rows(const SoftmaxState& state, Q* out) const {
+    for (int row = 0; row < count_; row++) {
+      const float* sink = p_.sinks != nullptr ? p_.sinks + head(row) : nullptr;
+      const float lse =
+          finish_row(state, row, sink, p_.head_dim, out + token(row) * p_.out_token_stride + int64_t{head(row)} * p_.head_dim);
+      if (p_.lse != nullptr) p_.lse[token(row) * p_.num_heads + head(row)] = lse;
+    }
+  }
+
+  const PagedAttentionParams& p_;
+  const AttentionTile& tile_;
+  int group_, count_;
+};
+
+}  // namespace PE_ISA
+}  // namespace pyengine::cpu
