@@ -1,8 +1,9 @@
-// Operands of attention in bf16 tiles for AMX, and products of them, summed in fp32.
+// Attention's operands as bf16 tiles for AMX, and products of them.
 //
-// The cache's values are operands as they are. What stands on the other side, queries or weights, is fp32 cut into one or two
-// parts, each rounded to bf16; two keep 16 bits of it. A row's sum is one chain of tile products in a fixed order, whatever the
-// other rows of the tile are; and weight 0 times value 0, which is what other rows' keys are to a row, changes no sum.
+// A product sums 32 values in fp32: the first 16 in one chain of fma from zero, the others in a second one, both of which are
+// then added up and to what there was, subnormal numbers being zero (Intel's manual, TDPBF16PS). Weight 0 times a finite value
+// changes no such sum, so a row's bits are the same whichever other rows' keys stand between its own. bf16_rows.h has the same
+// sums without tiles.
 #pragma once
 #include <utility>
 
@@ -13,39 +14,20 @@ namespace pyengine::cpu {
 namespace PE_ISA {
 
 constexpr int kRegisterRows = 16, kTileStride = 64, kTileBytes = 1024;  // a register: rows, bytes of a row, bytes
-constexpr int kStep = 32;                                               // values that a product of tiles sums over
+constexpr int kStep = 32, kHalfStep = kStep / 2;                        // values that a product sums over, and a chain of it
 constexpr int kKeyGroups = kPartition / kPanel, kKeySteps = kPartition / kStep;
 
-// Pairs of adjacent words: those of `low` at even places, those of `high` at odd ones. Every operand is made so, from the two
-// halves of kStep values.
-PE_ALWAYS_INLINE __m512i pair_upper_words(__m512i low, __m512i high) {
-  return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(low, 16), high);
-}
-PE_ALWAYS_INLINE __m512i pair_words(__m256i low, __m256i high) {
+// Two chains' values, pair by pair, as a register's row has them.
+PE_ALWAYS_INLINE __m512i pair_words(__m256i first, __m256i second) {
   alignas(64) static constexpr uint16_t kOrder[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                       8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+  const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
   return _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), both);
 }
-
-// kStep fp32 values, in a register's row of each part. One part: rounded to bf16. Two: the second is what the first leaves, cut
-// to bf16. (Rounding may carry a NaN's payload away, but not from the second part, nor where the values were bf16.)
-template <int PARTS>
-PE_ALWAYS_INLINE void store_parts(VecF low, VecF high, uint8_t* to) {
-  const __m512i half = _mm512_set1_epi32(0x8000);
-  const __m512i a = _mm512_add_epi32(_mm512_castps_si512(low.v), half), b = _mm512_add_epi32(_mm512_castps_si512(high.v), half);
-  _mm512_store_si512(to, pair_upper_words(a, b));
-  if constexpr (PARTS == 2) {
-    const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
-    const __m512 a_rest = _mm512_sub_ps(low.v, _mm512_castsi512_ps(_mm512_and_si512(a, upper)));
-    const __m512 b_rest = _mm512_sub_ps(high.v, _mm512_castsi512_ps(_mm512_and_si512(b, upper)));
-    _mm512_store_si512(to + kTileBytes, pair_upper_words(_mm512_castps_si512(a_rest), _mm512_castps_si512(b_rest)));
-  }
-}
-// The same of zeros.
-template <int PARTS>
-PE_ALWAYS_INLINE void store_zero_parts(uint8_t* to) {
-  for (int part = 0; part < PARTS; part++) _mm512_store_si512(to + part * kTileBytes, _mm512_setzero_si512());
+// The same of fp32's upper halves.
+PE_ALWAYS_INLINE __m512i pair_upper_words(VecF first, VecF second) {
+  return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(_mm512_castps_si512(first.v), 16),
+                                 _mm512_castps_si512(second.v));
 }
 
 // The first `count` of 16 values, the rest zero.
@@ -54,29 +36,35 @@ PE_ALWAYS_INLINE __m256i load_words(const BFloat16* p, int count) {
   return count <= 0 ? _mm256_setzero_si256() : _mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << count) - 1), p);
 }
 
-// 16 keys [head_dim, 16], rows `stride` apart, to [ceil(head_dim / kStep)] tiles [16, 16, 2]. Meanwhile fetches cache lines
-// from `ahead` on, two for each row of a tile.
-inline void pack_key_group(const BFloat16* keys, int64_t stride, int head_dim, const BFloat16* (&ahead)[2], uint8_t* to) {
-  const char* lines[2] = {reinterpret_cast<const char*>(ahead[0]), reinterpret_cast<const char*>(ahead[1])};
+// A query [head_dim], rounded to bf16, to a row of [ceil(head_dim / kStep)] tiles.
+template <class Q>
+inline void pack_query_row(const Q* query, int head_dim, uint8_t* to) {
+  for (int d = 0; d < head_dim; d += kStep, to += kTileBytes) {
+    BFloat16 words[kStep] = {};
+    for (int i = 0; i < kStep && d + i < head_dim; i += kLanes) store(words + i, load_partial(query + d + i, head_dim - d - i));
+    _mm512_store_si512(to, pair_words(load_32_bytes(words), load_32_bytes(words + kHalfStep)));
+  }
+}
+
+// 16 keys [head_dim, 16], rows `stride` apart, to [ceil(head_dim / kStep)] tiles [16, 16, 2].
+inline void pack_key_group(const BFloat16* keys, int64_t stride, int head_dim, uint8_t* to) {
   for (int first = 0; first < head_dim; first += kStep) {
-    for (int d = first; d < first + kStep / 2; d++, to += kTileStride) {
-      const __m256i low = d < head_dim ? load_32_bytes(keys + d * stride) : _mm256_setzero_si256();
-      const __m256i high = d + 16 < head_dim ? load_32_bytes(keys + (d + 16) * stride) : _mm256_setzero_si256();
-      _mm512_store_si512(to, pair_words(low, high));
-      for (const char*& line : lines) __builtin_prefetch(line), line += 64;
+    for (int d = first; d < first + kHalfStep; d++, to += kTileStride) {
+      const auto words = [&](int i) { return i < head_dim ? load_32_bytes(keys + i * stride) : _mm256_setzero_si256(); };
+      _mm512_store_si512(to, pair_words(words(d), words(d + kHalfStep)));
     }
   }
 }
 
 // Values of two tokens (null: zeros), [head_dim], to a row of [ceil(head_dim / 16)] tiles [16, 16, 2]. Bit 0 and bit 1 of the
 // result: the first's or the second's values are not all finite.
-inline int pack_value_pair(const BFloat16* low, const BFloat16* high, int head_dim, uint8_t* to) {
+inline int pack_value_pair(const BFloat16* first, const BFloat16* second, int head_dim, uint8_t* to) {
   const auto words = [](const BFloat16* p, int d, int count) {
     return p != nullptr ? load_words(p + d, count) : _mm256_setzero_si256();
   };
   __m512i largest = _mm512_setzero_si512();
   for (int d = 0; d < head_dim; d += kPanel, to += kTileBytes) {
-    const __m512i pairs = pair_words(words(low, d, head_dim - d), words(high, d, head_dim - d));
+    const __m512i pairs = pair_words(words(first, d, head_dim - d), words(second, d, head_dim - d));
     _mm512_store_si512(to, pairs);
     largest = _mm512_max_epu16(largest, _mm512_add_epi16(pairs, pairs));  // without the sign
   }
@@ -93,9 +81,8 @@ inline TileConfig bf16_tile_config(int rows) {
 }
 
 // c [rows, 16 N] fp32, rows ldc apart, = a * b over `steps` tiles.
-template <int PARTS>
 struct TileProductArgs {
-  const uint8_t* a;  // [steps][PARTS] tiles
+  const uint8_t* a;  // [steps] tiles
   const uint8_t* b;  // [steps][N] tiles, b_step_bytes and b_column_bytes apart
   int64_t b_step_bytes, b_column_bytes;
   int steps;
@@ -103,18 +90,15 @@ struct TileProductArgs {
   int64_t ldc;
 };
 
-template <int N, int PARTS>
+template <int N>
 class TileProduct {
  public:
-  static void run(const TileProductArgs<PARTS>& args) {
+  static void run(const TileProductArgs& args) {
     zero_sums(std::make_integer_sequence<int, N>());
     const uint8_t *a = args.a, *b = args.b;
-    for (int step = 0; step < args.steps; step++, a += PARTS * kTileBytes, b += args.b_step_bytes) {
-      // The parts one after the other: a register's products follow each other at a distance that hides their latency.
-      for (int part = 0; part < PARTS; part++) {
-        load_tile_register<4>(a + part * kTileBytes, kTileStride);
-        add_columns(b, args.b_column_bytes, std::make_integer_sequence<int, N>());
-      }
+    for (int step = 0; step < args.steps; step++, a += kTileBytes, b += args.b_step_bytes) {
+      load_tile_register<4>(a, kTileStride);
+      add_columns(b, args.b_column_bytes, std::make_integer_sequence<int, N>());
     }
     store_sums(args.c, 4 * args.ldc, std::make_integer_sequence<int, N>());
   }
@@ -139,18 +123,17 @@ class TileProduct {
   }
 };
 
-// With `columns` tiles side by side, 1 .. 4.
-template <int PARTS>
-inline void multiply_tiles(int columns, const TileProductArgs<PARTS>& args) {
+// With `columns` tiles side by side, four at most.
+inline void multiply_tiles(int columns, const TileProductArgs& args) {
   switch (columns) {
     case 1:
-      return TileProduct<1, PARTS>::run(args);
+      return TileProduct<1>::run(args);
     case 2:
-      return TileProduct<2, PARTS>::run(args);
+      return TileProduct<2>::run(args);
     case 3:
-      return TileProduct<3, PARTS>::run(args);
+      return TileProduct<3>::run(args);
     default:
-      return TileProduct<4, PARTS>::run(args);
+      return TileProduct<4>::run(args);
   }
 }
 

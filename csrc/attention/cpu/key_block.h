@@ -17,6 +17,12 @@ static_assert(kPartition % kKeyBlock == 0);
 
 constexpr int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
 
+// Places [begin, end) among keys that follow each other.
+struct KeyRange {
+  int begin, end;
+  bool empty() const { return begin >= end; }
+};
+
 // A run of tokens whose values lie one stride apart. `offset` is the first token's place in the block.
 template <class T>
 struct ValueRun {

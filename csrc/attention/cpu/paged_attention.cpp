@@ -212,15 +212,11 @@ const char* paged_attention(const PagedAttentionParams& p) {
     return "the query must be fp32, fp16 or bf16";
 #if defined(PE_SIMD_AMX)
   if (!serves_in_amx(p)) return avx512::paged_attention(p);
-  if (p.dtype == DType::kBF16) {
-    Launch<AmxTileRunner<1>>(p).run();
-  } else {
-    Launch<AmxTileRunner<2>>(p).run();
-  }
+  Launch<AmxTileRunner>(p).run();
   return nullptr;
 #else
   return with_cache_type(p.kv_dtype, [&](auto cache) -> const char* {
-    Launch<TileRunner<decltype(cache)>>(p).run();
+    Launch<TileRunner<decltype(cache)> >(p).run();
     return nullptr;
   });
 #endif

@@ -1,4 +1,4 @@
-// Softmax of a row's logits in a partition, in one piece: weights come out as tiles of bf16, for their product with the values.
+// Softmax of a row's logits in a partition, in one piece. Weights come out rounded to bf16, whose sum is the denominator too.
 #pragma once
 #include "bf16_tiles.h"
 #include "softmax.h"
@@ -40,61 +40,52 @@ inline float largest_logit(const float* s, KeyRange keys) {
   const __m512 lowest = _mm512_set1_ps(-__builtin_inff());
   VecF a{lowest}, b{lowest};
   const int first = (keys.begin + 15) / 16, end = keys.end / 16;
-  for (int i = first; i < end; i++) {
+  int i = first;
+  for (; i + 1 < end; i += 2) {
     a = max(a, load(s + 16 * i));
-    if (++i < end) b = max(b, load(s + 16 * i));
+    b = max(b, load(s + 16 * i + 16));
   }
-  // What only a part of a vector's lanes see, at either end.
-  for (const int i : {keys.begin / 16, end}) {
-    if (16 * i >= keys.end || (i >= first && i < end)) continue;
-    a = max(a, VecF{_mm512_mask_loadu_ps(lowest, lanes_within(keys, i), s + 16 * i)});
+  if (i < end) a = max(a, load(s + 16 * i));
+  // Vectors of which the row sees a part of the lanes, at either end.
+  for (const int edge : {keys.begin / 16, end}) {
+    const __mmask16 lanes = edge >= first && edge < end ? 0 : lanes_within(keys, edge);
+    if (lanes != 0) b = max(b, VecF{_mm512_mask_loadu_ps(lowest, lanes, s + 16 * edge)});
   }
   return hmax(max(a, b));
 }
 
-// 2^x for x <= 0 or NaN; below -126, 0. With weights in one part, relative error below 9e-5, else 2e-7. Minimax polynomials of
-// the fraction.
-template <int PARTS>
-PE_ALWAYS_INLINE __m512 exp2_nonpositive(__m512 x, __mmask16 lanes) {
+// 2^x for x <= 0 or NaN, relative error below 9e-5 (minimax polynomial of the fraction), rounded to bf16; below -126, and in
+// lanes not asked for, 0. A NaN need not stay one: the sum of all weights is NaN anyway.
+PE_ALWAYS_INLINE VecF bf16_exp2_nonpositive(__m512 x, __mmask16 lanes, __m512& sum) {
   const __m512 r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-  __m512 p;
-  if constexpr (PARTS == 1) {
-    p = _mm512_fmadd_ps(_mm512_set1_ps(7.7067041988e-02f), r, _mm512_set1_ps(2.2764499121e-01f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.9511678641e-01f));
-  } else {
-    p = _mm512_fmadd_ps(_mm512_set1_ps(1.8671300699e-03f), r, _mm512_set1_ps(9.0170303224e-03f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.5799913104e-02f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.4016445016e-01f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.9315131180e-01f));
-  }
+  __m512 p = _mm512_fmadd_ps(_mm512_set1_ps(7.7067041988e-02f), r, _mm512_set1_ps(2.2764499121e-01f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.9511678641e-01f));
   p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
-  return _mm512_maskz_scalef_ps(_mm512_mask_cmp_ps_mask(lanes, x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ), p, x);
+  p = _mm512_maskz_scalef_ps(_mm512_mask_cmp_ps_mask(lanes, x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ), p, x);
+  sum = _mm512_add_ps(sum, p);
+  return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p), _mm512_set1_epi32(0x8000)))};
 }
 
-// The weights of one row's logits s [kPartition], to the row at `to` of tiles [kKeySteps][PARTS]; steps [first, end) are
-// written, of which the row sees `keys` alone. Returns their sum.
-template <int PARTS>
-inline float store_weights(const float* s, KeyRange keys, int first, int end, float factor, float shift, uint8_t* to) {
+// The weights of one row's logits s [kPartition] for steps [first, end), of which the row sees `keys` alone. put(step, a, b)
+// takes the weights of both halves, upper 16 bits of each lane. Returns their sum.
+template <class Put>
+PE_ALWAYS_INLINE float weigh_row(const float* s, KeyRange keys, int first, int end, float factor, float shift, const Put& put) {
   const __m512 scale = _mm512_set1_ps(factor), minus_shift = _mm512_set1_ps(-shift);
-  VecF sums[2] = {zero(), zero()};
-  to += first * PARTS * kTileBytes;
-  for (int step = first; step < end; step++, to += PARTS * kTileBytes) {
+  __m512 sums[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+  for (int step = first; step < end; step++) {
     const int key = step * kStep;
     if (key + kStep <= keys.begin || key >= keys.end) {
-      store_zero_parts<PARTS>(to);
+      put(step, zero(), zero());
       continue;
     }
     const bool whole = key >= keys.begin && key + kStep <= keys.end;
     const __mmask16 low = whole ? 0xffff : lanes_within(keys, 2 * step),
                     high = whole ? 0xffff : lanes_within(keys, 2 * step + 1);
     const __m512 x = _mm512_fmadd_ps(_mm512_loadu_ps(s + key), scale, minus_shift);
-    const __m512 y = _mm512_fmadd_ps(_mm512_loadu_ps(s + key + 16), scale, minus_shift);
-    const VecF a{exp2_nonpositive<PARTS>(x, low)}, b{exp2_nonpositive<PARTS>(y, high)};
-    sums[0] += a;
-    sums[1] += b;
-    store_parts<PARTS>(a, b, to);
+    const __m512 y = _mm512_fmadd_ps(_mm512_loadu_ps(s + key + kHalfStep), scale, minus_shift);
+    put(step, bf16_exp2_nonpositive(x, low, sums[0]), bf16_exp2_nonpositive(y, high, sums[1]));
   }
-  return hsum(sums[0] + sums[1]);
+  return hsum(VecF{_mm512_add_ps(sums[0], sums[1])});
 }
 
 }  // namespace PE_ISA

@@ -32,12 +32,6 @@ struct TileShape {
   }
 };
 
-// Places [begin, end) among keys that follow each other.
-struct KeyRange {
-  int begin, end;
-  bool empty() const { return begin >= end; }
-};
-
 // Rows are ordered token by token, the heads of the group inside.
 class TileRows {
  public:
