@@ -1,4 +1,7 @@
-"""The backends that kernel tests run on: the CPU kernels of each instruction set, and the CUDA sources in emulation."""
+"""The backends that kernel tests run on: the CPU kernels of each instruction set, and the CUDA sources in emulation.
+
+A test module's `ISAS` says which instruction sets, where they are not CPU_ISAS.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    cpu_names = [f"cpu-{isa}" for isa in getattr(metafunc.module, "ISAS", CPU_ISAS)]
     if "backend" in metafunc.fixturenames:
         chosen = metafunc.config.getoption("--kernel-device", default=None)
-        names = [chosen] if chosen else [*(f"cpu-{isa}" for isa in CPU_ISAS), "emulated"]
-        metafunc.parametrize("backend", names, indirect=True)
+        metafunc.parametrize("backend", [chosen] if chosen else [*cpu_names, "emulated"], indirect=True)
+    if "cpu_backend" in metafunc.fixturenames:
+        metafunc.parametrize("cpu_backend", cpu_names, indirect=True)
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -57,7 +62,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[KernelBackend]:
     yield from _use_backend(request.param)
 
 
-@pytest.fixture(params=[f"cpu-{isa}" for isa in CPU_ISAS])
+@pytest.fixture
 def cpu_backend(request: pytest.FixtureRequest) -> Iterator[KernelBackend]:
     yield from _use_backend(request.param)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import references
@@ -126,10 +126,19 @@ def make_case(shape: CaseShape) -> PagedCase:
 
 
 @lru_cache(maxsize=512)
-def solved_case(shape: CaseShape) -> tuple[PagedCase, Tensor, Tensor]:
-    """A problem with its output and log-sum-exp in float64: once for all backends. Not to be changed."""
+def solved_case(shape: CaseShape, bf16_query: bool = False) -> tuple[PagedCase, Tensor, Tensor]:
+    """A problem with its output and log-sum-exp in float64: once for all backends. Not to be changed.
+
+    With `bf16_query`, the solution of the query rounded to bf16.
+    """
     case = make_case(shape)
-    return case, *case.reference()
+    exact = replace(case, query=case.query.bfloat16()) if bf16_query else case
+    return case, *exact.reference()
+
+
+def multiplies_in_bf16(backend: KernelBackend, shape: CaseShape) -> bool:
+    """Whether queries and weights are rounded to bf16 on their way into products, whatever the query's type is."""
+    return backend.isa == "amx" and (shape.kv_dtype or shape.dtype) == torch.bfloat16 and shape.block_size % 16 == 0
 
 
 def _random_cache(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from checks import assert_same_bits, poison
-from kernel_backend import KernelBackend
+from kernel_backend import ATTENTION_ISAS, KernelBackend
 from paged_case import CaseShape, PagedCase, make_case
 from torch import Tensor
 
 from pyengine.ops import load_core
 
+ISAS = ATTENTION_ISAS
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
@@ -62,10 +66,13 @@ ATTENTION_SHAPES = [
     CaseShape(
         sequences=((70, 270), (1, 300)), num_heads=4, num_kv_heads=2, block_size=8, kv_dtype=torch.int8, alibi=True, sinks=True
     ),
+    CaseShape(sequences=((330, 330), (1, 700), (50, 300), (1, 20)), num_heads=9, num_kv_heads=3, kv_dtype=BF16),
+    CaseShape(sequences=((90, 400), (2, 270)), num_heads=4, num_kv_heads=2, head_dim=112, dtype=BF16, alibi=True, sinks=True),
 ]
+SHAPE_IDS = [f"{shape.head_dim}-{shape.dtype}-{shape.kv_dtype or shape.dtype}" for shape in ATTENTION_SHAPES]
 
 
-@pytest.mark.parametrize("shape", ATTENTION_SHAPES, ids=lambda shape: f"{shape.head_dim}-{shape.dtype}")
+@pytest.mark.parametrize("shape", ATTENTION_SHAPES, ids=SHAPE_IDS)
 def test_attention_alone_and_in_a_batch(cpu_backend: KernelBackend, shape: CaseShape) -> None:
     case = make_case(shape)
     out, lse = case.run(cpu_backend)
@@ -77,7 +84,7 @@ def test_attention_alone_and_in_a_batch(cpu_backend: KernelBackend, shape: CaseS
 
 
 @pytest.mark.parametrize("chunk", [1, 16, 63, 100])
-@pytest.mark.parametrize("shape", ATTENTION_SHAPES, ids=lambda shape: f"{shape.head_dim}-{shape.dtype}")
+@pytest.mark.parametrize("shape", ATTENTION_SHAPES, ids=SHAPE_IDS)
 def test_attention_for_any_chunking(cpu_backend: KernelBackend, shape: CaseShape, chunk: int) -> None:
     case = make_case(shape)
     query_len = shape.sequences[0][0]
@@ -90,7 +97,41 @@ def test_attention_for_any_chunking(cpu_backend: KernelBackend, shape: CaseShape
         assert_same_bits(part, whole[begin:end])
 
 
-@pytest.mark.parametrize("shape", ATTENTION_SHAPES, ids=lambda shape: f"{shape.head_dim}-{shape.dtype}")
+def spoil(case: PagedCase, how: str) -> None:
+    """Numbers that arithmetic may treat in more than one way."""
+    if how == "subnormal":  # products below the smallest normal number, and values that are subnormal themselves
+        case.query *= 2.0**-70
+        case.k_cache *= 2.0**-58
+        case.v_cache *= 2.0**-128
+        case.options = replace(case.options, scale=2.0**126)
+    elif how == "not finite":
+        for position, bad in ((3, math.inf), (40, math.nan), (200, -math.inf), (201, math.inf), (290, math.nan)):
+            case.v_cache[int(case.block_table[0, position // 16]), :, position % 16, position % 7] = bad
+
+
+@pytest.mark.parametrize("how", ["plain", "subnormal", "not finite"])
+@pytest.mark.parametrize(("group", "head_dim", "dtype", "window"), [(3, 64, FP32, 0), (1, 80, BF16, 37), (5, 96, FP16, 0)])
+def test_decodes_equal_prefills(
+    cpu_backend: KernelBackend, group: int, head_dim: int, dtype: torch.dtype, window: int, how: str
+) -> None:
+    """A few rows are multiplied in other ways than many: with a bf16 cache, in tiles or not."""
+    heads = {"num_heads": 2 * group, "num_kv_heads": 2, "head_dim": head_dim}
+    shape = CaseShape(sequences=((317, 317),), dtype=dtype, kv_dtype=BF16, sliding_window=window, **heads)
+    case = make_case(shape)
+    spoil(case, how)
+    whole, whole_lse = case.run(cpu_backend)
+    assert whole.isfinite().any()
+    assert whole.isfinite().all() == (how != "not finite")
+    for length in (1, 2, 3, 7, 15, 31, 33, 63, 65, 127, 129, 201, 255, 256, 257, 289, 317):
+        for query_len in range(1, min(length, 4) + 1):
+            rows = slice(length - query_len, length)
+            few, lse = with_queries(case, 0, rows.start, rows.stop).run(cpu_backend)
+            assert_same_bits(few.isnan(), whole[rows].isnan())
+            assert_same_bits(few.nan_to_num(nan=0.0), whole[rows].nan_to_num(nan=0.0))  # whatever a NaN's other bits are
+            assert_same_bits(lse, whole_lse[rows])
+
+
+@pytest.mark.parametrize("shape", ATTENTION_SHAPES, ids=SHAPE_IDS)
 def test_attention_wherever_the_blocks_lie(cpu_backend: KernelBackend, shape: CaseShape) -> None:
     case = make_case(shape)
     before, _ = case.run(cpu_backend)

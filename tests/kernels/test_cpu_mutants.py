@@ -14,9 +14,13 @@ from pathlib import Path
 import pytest
 from native import ROOT
 
+from pyengine.ops import load_core
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 _TILE, _SOFTMAX = "csrc/attention/cpu/attention_tile.h", "csrc/attention/cpu/softmax.h"
+_ROWS, _AMX_TILE = "csrc/attention/cpu/tile_rows.h", "csrc/attention/cpu/attention_tile_amx.h"
+_AMX_SOFTMAX, _FEW_ROWS = "csrc/attention/cpu/softmax_amx.h", "csrc/attention/cpu/bf16_rows.h"
 _KEYS, _LAUNCH = "csrc/attention/cpu/key_block.h", "csrc/attention/cpu/paged_attention.cpp"
 _LINEAR, _GEMM = "csrc/layers/cpu/linear.cpp", "csrc/cpu/gemm_tile.h"
 _RESHAPE, _COPY = "csrc/cache/cpu/reshape_and_cache.cpp", "csrc/cache/cpu/copy_blocks.cpp"
@@ -25,25 +29,26 @@ _NORM, _ROTARY, _ACT = "csrc/layers/cpu/rms_norm.cpp", "csrc/layers/cpu/rotary.h
 
 @dataclass(frozen=True)
 class Mutant:
-    """`old`, found once in `file`, becomes `new`; a test of test_`suite`.py must fail."""
+    """`old`, found once in `file`, becomes `new` in the kernels of `isa`; a test of test_`suite`.py must fail."""
 
     name: str
     file: str
     old: str
     new: str
     suite: str = "paged_attention"
+    isa: str = "avx2"
 
 
 MUTANTS = [
-    Mutant("causal mask sees one key more", _TILE, "position + 1 - start < block.end", "position + 2 - start < block.end"),
-    Mutant("window one wider", _TILE, "position - p_.sliding_window + 1", "position - p_.sliding_window"),
-    Mutant("rows share keys that one does not see", _TILE, "visible[2 * row + 1] < end ?", "visible[2 * row + 1] > end ?"),
+    Mutant("causal mask sees one key more", _ROWS, "last + 1 < in_use.end ?", "last + 2 < in_use.end ?"),
+    Mutant("window one wider", _ROWS, "last - p_.sliding_window + 1", "last - p_.sliding_window"),
+    Mutant("rows share keys that one does not see", _TILE, "visible[row].end < end ?", "visible[row].end > end ?"),
     Mutant(
-        "keys before the common ones left out", _TILE, "add_range(block, row, 1, memory_.visible[2 * row], begin, state)", ""
+        "keys before the common ones left out", _TILE, "add_range(block, row, 1, memory_.visible[row].begin, begin, state)", ""
     ),
     Mutant("sums not rescaled", _SOFTMAX, "if (factor != 1.0f) scale_row(out_row, factor, ld);", ""),
     Mutant(
-        "later partition not rescaled", _SOFTMAX, "fma(load(b + i), fb, load(a + i) * fa)", "load(b + i) + load(a + i) * fa"
+        "later partition not rescaled", _SOFTMAX, "fma(load(b + j), fb, load(a + j) * fa)", "load(b + j) + load(a + j) * fa"
     ),
     Mutant("sink left out", _SOFTMAX, "sum = sum * factor + exp_scalar(*sink - new_max);", "sum = sum * factor;"),
     Mutant("ALiBi by the key's place in its block", _SOFTMAX, "index + set1(distance)", "index"),
@@ -76,8 +81,8 @@ MUTANTS = [
     Mutant(
         "partitions of a split tile start elsewhere",
         _LAUNCH,
-        "runner.run_partition(item.partition, state(item.state, runner.num_rows()));",
-        "runner.run_partition(item.partition + (item.state == 0), state(item.state, runner.num_rows()));",
+        "runner.run_partition(item.partition, state(item.state, runner.rows().count()));",
+        "runner.run_partition(item.partition + (item.state == 0), state(item.state, runner.rows().count()));",
         "batch_invariance",
     ),
     Mutant(
@@ -87,6 +92,35 @@ MUTANTS = [
         "acc.v[r][j] = r > 0 ? x * columns[j] + acc.v[r][j] : fma(x, columns[j], acc.v[r][j]);",
         "batch_invariance",
     ),
+    Mutant("values that are not finite reach every row", _AMX_TILE, "if (not_finite == 0) continue;", "continue;", isa="amx"),
+    Mutant(
+        "rows that see a value that is not finite go on without it",
+        _AMX_TILE,
+        "if ((bad[step] & lanes) != 0) return true;",
+        "if ((bad[step] & lanes) == 1) return true;",
+        isa="amx",
+    ),
+    Mutant("last tile of rows as high as the first", _AMX_TILE, "if (count != configured)", "if (configured == 0)", isa="amx"),
+    Mutant(
+        "partly seen vector left out of the maximum",
+        _AMX_SOFTMAX,
+        "if (lanes != 0) b = max",
+        "if (lanes > 1) b = max",
+        isa="amx",
+    ),
+    Mutant(
+        "keys before the window weighed", _AMX_SOFTMAX, "below(keys.end) & ~below(keys.begin)", "below(keys.end)", isa="amx"
+    ),
+    Mutant("weights cut, not rounded", _AMX_SOFTMAX, "_mm512_set1_epi32(0x8000)", "_mm512_set1_epi32(0)", isa="amx"),
+    Mutant(
+        "a step's second chain first",
+        _FEW_ROWS,
+        "add_one(second, a, k + kHalfStep, b_second, ldb, k);",
+        "add_one(first, a, k + kHalfStep, b_second, ldb, k);",
+        "batch_invariance",
+        "amx",
+    ),
+    Mutant("subnormal numbers kept by fma", _FEW_ROWS, "before | 0x8040", "before", "batch_invariance", "amx"),
     Mutant("later depth blocks overwrite", _LINEAR, "ldc, k0 > 0, ahead", "ldc, false, ahead", "linear"),
     Mutant(
         "bias of the panel's first half",
@@ -131,8 +165,14 @@ MUTANTS = [
 ]
 
 
+def _isa_of(output: str) -> str:
+    """The instruction set that an object file is compiled for; empty for what is no kernel's."""
+    target = next((part for part in Path(output).parts if part.startswith("cpu_")), "")
+    return target.removeprefix("cpu_").removesuffix(".dir")
+
+
 class Checkout:
-    """A copy of the sources with its own build of `pyengine._C`. Bugs go into its AVX2 kernels alone, which saves time."""
+    """A copy of the sources with its own build of `_C`. A bug goes into one instruction set's kernels, to save time."""
 
     def __init__(self, root: Path) -> None:
         self.root, self._build = root, root / "build"
@@ -146,7 +186,8 @@ class Checkout:
         subprocess.run(["cmake", "--build", str(self._build), "--target", "_C"], check=True)
         units = json.loads((self._build / "compile_commands.json").read_text())
         outputs = {str((self._build / unit["output"]).relative_to(self._build)): unit["command"] for unit in units}
-        self._commands = {output: command for output, command in outputs.items() if "cpu_avx2.dir" in output}
+        isas = {mutant.isa for mutant in MUTANTS}
+        self._commands = {output: command for output, command in outputs.items() if _isa_of(output) in isas}
         self._link = next(line for line in self._ninja("commands", "_C").splitlines() if " -shared " in line)
         self._includes = {output: self._ninja("deps", output) for output in self._commands}
 
@@ -159,8 +200,9 @@ class Checkout:
         path = self.root / mutant.file
         source = path.read_text()
         assert source.count(mutant.old) == 1, "the planted bug no longer fits its source"
-        outputs = [output for output, includes in self._includes.items() if mutant.file in includes]
-        assert outputs, f"no AVX2 kernel includes {mutant.file}"
+        units = [output for output in self._commands if _isa_of(output) == mutant.isa]
+        outputs = [output for output in units if mutant.file in self._includes[output]]
+        assert outputs, f"no {mutant.isa} kernel includes {mutant.file}"
         originals = {output: (self._build / output).read_bytes() for output in outputs}
         path.write_text(source.replace(mutant.old, mutant.new))
         try:
@@ -173,11 +215,29 @@ class Checkout:
             for output, content in originals.items():
                 (self._build / output).write_bytes(content)
 
-    def run_tests(self, suite: str) -> subprocess.CompletedProcess[str]:
+    def run_tests(self, suite: str, isa: str) -> subprocess.CompletedProcess[str]:
         tests = str(ROOT / "tests" / "kernels" / f"test_{suite}.py")
-        options = ["-x", "-q", "-m", "not slow", "-k", "cpu-avx2", "-c", str(ROOT / "pyproject.toml"), "-p", "no:cacheprovider"]
+        options = [
+            "-x",
+            "-q",
+            "-m",
+            "not slow",
+            "-k",
+            f"cpu-{isa}",
+            "-c",
+            str(ROOT / "pyproject.toml"),
+            "-p",
+            "no:cacheprovider",
+        ]
         command = [sys.executable, "-m", "pytest", *options, tests]
         return subprocess.run(command, cwd=self.root, capture_output=True, text=True, timeout=600)
+
+
+def require(isa: str) -> None:
+    """Skip where this machine cannot run the kernels that the bug is in."""
+    supported = load_core().supported_isas()
+    if isa not in supported:
+        pytest.skip(f"this CPU lacks {isa}; it has {', '.join(supported)}")
 
 
 @pytest.fixture(scope="module")
@@ -185,16 +245,18 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
     return Checkout(tmp_path_factory.mktemp("checkout"))
 
 
-@pytest.mark.parametrize("suite", sorted({mutant.suite for mutant in MUTANTS}))
-def test_unchanged_sources_pass(checkout: Checkout, suite: str) -> None:
-    result = checkout.run_tests(suite)
+@pytest.mark.parametrize(("suite", "isa"), sorted({(mutant.suite, mutant.isa) for mutant in MUTANTS}))
+def test_unchanged_sources_pass(checkout: Checkout, suite: str, isa: str) -> None:
+    require(isa)
+    result = checkout.run_tests(suite, isa)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_caught(checkout: Checkout, mutant: Mutant) -> None:
+    require(mutant.isa)
     with checkout.planted(mutant):
-        result = checkout.run_tests(mutant.suite)
+        result = checkout.run_tests(mutant.suite, mutant.isa)
     # 1: a test failed. Below 0: the bug crashed the process.
     assert result.returncode == 1 or result.returncode < 0, f"not caught: {result.returncode}\n{result.stdout}{result.stderr}"
 

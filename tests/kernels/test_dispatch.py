@@ -41,7 +41,7 @@ def test_widest_supported_is_chosen() -> None:
 def test_supported_isas_follow_the_features() -> None:
     core, features = load_core(), load_core().cpu_features()
     expected = ["scalar"] + [isa for isa in ("avx2", "avx512", "avx512_vnni") if isa in core.isas() and features[isa]]
-    if "amx" in core.isas() and features["avx512_vnni"] and features["amx_int8"]:
+    if "amx" in core.isas() and features["avx512_vnni"] and features["amx_int8"] and features["amx_bf16"]:
         expected.append("amx")
     assert core.supported_isas() == expected
 
