@@ -18,6 +18,7 @@ Device = Literal["auto", "cpu", "cuda", "emulated"]
 ResolvedDevice = Literal["cpu", "cuda", "emulated"]
 DType = Literal["float32", "bfloat16", "float16"]
 KVCacheDType = Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"]
+Repack = Literal["auto", "none", "int8"]
 PreemptionMode = Literal["auto", "recompute", "swap"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 #: Who uses an engine: a program that wants throughput, or clients that watch their streams. Defaults may differ (vLLM's term).
@@ -44,6 +45,7 @@ class EngineArgs:
     device: Device = "auto"  # auto: cuda where torch has it, else cpu
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # weights and activations
     quantization: str | None = None  # the checkpoint's own by default; int8, int4: made from plain weights; none: dequantised
+    repack: Repack = "auto"  # int8: quantised weights to 8 bits, activations to 16; none: as they are; auto: int8 with AMX
     kv_cache_dtype: KVCacheDType = "auto"  # auto: bfloat16 beside weights that are run quantised, else the model's dtype
     max_model_len: int | None = None  # longest prompt + output, tokens; the model's own by default
     max_num_seqs: int = 256  # sequences in one step
@@ -104,6 +106,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda", "emulated"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "kv_cache_dtype": ("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"),
+    "repack": ("auto", "none", "int8"),
     "preemption_mode": ("auto", "recompute", "swap"),
     "scheduling_policy": ("fcfs", "priority"),
 }
@@ -144,6 +147,7 @@ class HardwareInfo:
     has_cuda: bool
     available_memory: int  # bytes of the memory that the KV pool comes from
     num_cores: int
+    has_amx: bool = False  # and CPU kernels that use it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +195,7 @@ class LoadConfig:
     device: ResolvedDevice
     dtype: DType
     quantization: str | None
+    repack: bool = False  # quantised weights to 8 bits, for activations of 16
     num_threads: int
     seed: int
     max_num_batched_tokens: int = 0  # of the largest step, with max_num_seqs: what a profiling run computes; 0: none is made

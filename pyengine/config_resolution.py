@@ -49,10 +49,12 @@ def resolve_load(args: EngineArgs, arch: ModelArchConfig, hardware: HardwareInfo
     limit = arch.max_position_embeddings
     if args.max_model_len is not None and args.max_model_len > limit:
         raise ConfigError("max_model_len", f"{args.max_model_len} is more than the model's own {limit}")
+    quantization = _resolve_quantization(args, arch, device)
     return LoadConfig(
         device=device,
         dtype=_resolve_dtype(args, arch, device),
-        quantization=_resolve_quantization(args, arch, device),
+        quantization=quantization,
+        repack=_resolve_repack(args, device, quantization, hardware),
         num_threads=args.num_threads or hardware.num_cores,
         seed=args.seed,
         max_num_batched_tokens=_resolve_token_budget(args, device, args.max_model_len or limit),
@@ -89,6 +91,8 @@ def resolve(
         notes.append(f"GGUF weights are dequantised to {dtype}" + ("" if device == "cpu" else f" on {device}"))
     if load.quantization in CHECKPOINT_QUANTIZATIONS and device == "cpu":
         notes.append(f"{load.quantization} weights run as blocks of 32 values, which cpu kernels multiply with")
+    if load.repack:
+        notes.append("quantised weights are repacked to 8 bits, 256 to a scale, and multiplied with 16-bit activations")
     kv_dtype: DType = dtype if load.quantization is None or device != "cpu" else "bfloat16"
     cache = _resolve_cache(args, arch, device, kv_dtype, max_model_len, hardware, notes)
     return EngineConfig(
@@ -197,6 +201,17 @@ def _resolve_quantization(args: EngineArgs, arch: ModelArchConfig, device: Resol
     if scheme is None:
         return None if arch.quantization == "gguf" and device != "cpu" else arch.quantization
     return scheme
+
+
+def _resolve_repack(args: EngineArgs, device: ResolvedDevice, quantization: str | None, hardware: HardwareInfo) -> bool:
+    """Whether quantised weights are rounded anew, to 8 bits."""
+    if args.repack == "int8" and device != "cpu":
+        raise ConfigError("repack", f"int8 runs on cpu, not on {device}")
+    if args.repack == "int8" and quantization is None:
+        raise ConfigError("repack", "int8 is made from quantised weights, but these run unquantised; see quantization")
+    return (
+        device == "cpu" and quantization is not None and (args.repack == "int8" or (args.repack == "auto" and hardware.has_amx))
+    )
 
 
 def _resolve_cache(

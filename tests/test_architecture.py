@@ -181,6 +181,36 @@ def test_plain_weights_may_be_quantised_on_cpus(scheme: str) -> None:
         resolve_load(EngineArgs(device="cuda", quantization=scheme), ARCH, replace(MACHINE, has_cuda=True))
 
 
+@pytest.mark.parametrize(
+    ("flags", "found", "has_amx", "repack"),
+    [
+        ({}, "gguf", True, True),
+        ({}, "gguf", False, False),
+        ({}, None, True, False),
+        ({}, "gptq", True, True),
+        ({"quantization": "int4"}, None, True, True),
+        ({"quantization": "none"}, "gguf", True, False),
+        ({"repack": "none"}, "gguf", True, False),
+        ({"repack": "int8"}, "gguf", False, True),
+        ({"device": "emulated"}, "gguf", True, False),
+    ],
+)
+def test_quantised_weights_are_repacked_for_amx(flags: dict[str, Any], found: str | None, has_amx: bool, repack: bool) -> None:
+    args, arch = EngineArgs(**{"device": "cpu", **flags}), replace(ARCH, quantization=found)
+    assert resolve_load(args, arch, replace(MACHINE, has_amx=has_amx)).repack == repack
+    notes = resolve(args, "model", arch, replace(MACHINE, has_amx=has_amx)).notes
+    assert any("repacked to 8 bits" in note for note in notes) == repack
+
+
+def test_what_cannot_be_repacked() -> None:
+    with pytest.raises(ConfigError, match="repack: must be one of auto, none, int8, got 'int4'"):
+        EngineArgs(repack="int4")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="repack: int8 is made from quantised weights"):
+        resolve_load(EngineArgs(device="cpu", repack="int8"), ARCH, MACHINE)
+    with pytest.raises(ConfigError, match="repack: int8 runs on cpu, not on emulated"):
+        resolve_load(EngineArgs(device="emulated", repack="int8"), replace(ARCH, quantization="gguf"), MACHINE)
+
+
 def test_an_unknown_scheme_is_named_with_those_that_are_supported() -> None:
     with pytest.raises(
         ConfigError, match="quantization: 'marlin' is not supported; supported: none, gguf, int8, int4, gptq, awq"

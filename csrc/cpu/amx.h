@@ -51,6 +51,11 @@ template <int C, int A, int B>
 PE_TILE_OP void multiply_bf16_tiles() {
   __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
+// The same with a uint8.
+template <int C, int A, int B>
+PE_TILE_OP void multiply_uint8_int8_tiles() {
+  __asm__ volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+}
 #undef PE_TILE_OP
 
 }  // namespace PE_ISA

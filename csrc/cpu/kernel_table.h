@@ -26,6 +26,9 @@
   X(pack_quantized_weight, PackQuantizedParams)    \
   X(quantized_embedding, QuantizedEmbeddingParams) \
   X(quantized_linear, QuantizedLinearParams)       \
+  X(pack_w8a16_weight, PackW8A16Params)            \
+  X(w8a16_linear, W8A16LinearParams)               \
+  X(w8a16_embedding, W8A16EmbeddingParams)         \
   X(gptq_linear, CheckpointLinearParams)           \
   X(awq_linear, CheckpointLinearParams)            \
   X(fp8_linear, CheckpointLinearParams)            \
@@ -37,10 +40,13 @@
   X(argmax, ArgmaxParams)
 
 // Those that instruction sets avx512_vnni and amx have versions of their own of; the others are the next narrower set's.
-#define PE_CPU_VNNI_KERNELS(X) X(quantized_linear, QuantizedLinearParams)
-#define PE_CPU_AMX_KERNELS(X)              \
-  X(paged_attention, PagedAttentionParams) \
-  X(quantized_linear, QuantizedLinearParams)
+#define PE_CPU_VNNI_KERNELS(X)               \
+  X(quantized_linear, QuantizedLinearParams) \
+  X(w8a16_linear, W8A16LinearParams)
+#define PE_CPU_AMX_KERNELS(X)                \
+  X(paged_attention, PagedAttentionParams)   \
+  X(quantized_linear, QuantizedLinearParams) \
+  X(w8a16_linear, W8A16LinearParams)
 
 namespace pyengine::cpu {
 

@@ -25,7 +25,7 @@ double now_seconds() {
 template <class Params, class Inputs, class Fn>
 void for_each_input(Params& p, Inputs& in, const Fn& fn) {
   using P = std::remove_const_t<Params>;
-  if constexpr (std::is_same_v<P, QuantizedEmbeddingParams>) {
+  if constexpr (std::is_same_v<P, QuantizedEmbeddingParams> || std::is_same_v<P, W8A16EmbeddingParams>) {
     fn(p.indices, in.input_ids);
   } else if constexpr (std::is_same_v<P, RotaryParams>) {
     fn(p.positions, in.positions);
@@ -56,7 +56,8 @@ constexpr bool kRecordable =
     std::is_same_v<P, RmsNormParams> || std::is_same_v<P, RotaryParams> || std::is_same_v<P, ActAndMulParams> ||
     std::is_same_v<P, LinearParams> || std::is_same_v<P, QuantizedLinearParams> || std::is_same_v<P, CheckpointLinearParams> ||
     std::is_same_v<P, QuantizeRowsParams> || std::is_same_v<P, ReshapeAndCacheParams> ||
-    std::is_same_v<P, PagedAttentionParams> || std::is_same_v<P, QuantizedEmbeddingParams> || std::is_same_v<P, ArgmaxParams>;
+    std::is_same_v<P, PagedAttentionParams> || std::is_same_v<P, QuantizedEmbeddingParams> ||
+    std::is_same_v<P, W8A16LinearParams> || std::is_same_v<P, W8A16EmbeddingParams> || std::is_same_v<P, ArgmaxParams>;
 
 const char* copy_rows(const CopyRowsParams& p) {
   for (int64_t row = 0; row < p.num_tokens; row++) {

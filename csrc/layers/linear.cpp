@@ -1,4 +1,5 @@
 // pack_linear_weight, linear: checks and launch. CPU only: other devices multiply with their vendor's library.
+#if !defined(PE_EMULATED)
 #include "../common/launch.h"
 
 namespace pyengine {
@@ -77,3 +78,5 @@ STABLE_TORCH_LIBRARY_IMPL(pyengine, CPU, library) {
 
 }  // namespace
 }  // namespace pyengine
+
+#endif

@@ -66,6 +66,52 @@ struct QuantizedEmbeddingParams {
   QuantFormat format;
 };
 
+// ---- weights of 8 bits, activations of 16 --------------------------------------------------------------------------------
+// Where a CPU multiplies tiles of bytes (AMX), scaling each 32 products as above costs many times what the products do. So
+// weights are rounded anew, 256 values of a row to one scale, and activations to 16 bits, whose halves are multiplied apart: a
+// scale for the whole row then costs them less than a scale for 32 values does at 8 bits.
+constexpr int kW8A16Panel = 32;   // output features
+constexpr int kW8A16Step = 64;    // values of k in one tile of bytes
+constexpr int kW8A16Group = 256;  // values of k that share a scale; their integer sum fits 32 bits: 2^15 * 127 * 256 < 2^31
+constexpr int kW8A16StepBytes = kW8A16Panel * kW8A16Step;
+constexpr int kW8A16Factors = 2 * kW8A16Panel;
+
+// A packed weight is int8 [ceil(out / 32), ceil(in / 64), 2048], absent rows and values zero: byte 1024 h + 64 g + 4 c + j of a
+// step is value 4 g + j of column 16 h + c. Its factors are fp32 [ceil(out / 32), ceil(in / 256), 64]: a group's scale[32], and
+// sum[32] of its integers, which some instructions need.
+struct PackW8A16Params {
+  int8_t* packed;
+  float* factors;
+  const float* weight;  // [out_features, in_features]
+  int64_t weight_stride;
+  int32_t in_features, out_features;
+};
+
+// out = input * weight^T + bias. A row of the input is rounded to q of 16 bits with scale = max |x| / 32767. A group's sum of
+// q * weight is an exact integer; it is rounded to fp32, scaled, and added to the groups before it, whatever the number of rows
+// is. A row without a magnitude above 2^-100 counts as zero; one with a NaN or an infinity gives NaN.
+struct W8A16LinearParams {
+  void* out;             // [num_tokens, out_features], out_dtype
+  const void* input;     // [num_tokens, in_features], dtype
+  const int8_t* weight;  // packed
+  const float* factors;  // the weight's
+  const void* bias;      // [out_features], dtype; or null
+  int64_t out_stride, input_stride;
+  int32_t num_tokens, in_features, out_features;
+  DType dtype, out_dtype;
+};
+
+// out[i] = row indices[i] of the weight, dequantised.
+struct W8A16EmbeddingParams {
+  void* out;               // [num_tokens, in_features], dtype
+  const int64_t* indices;  // [num_tokens], checked
+  const int8_t* weight;    // packed
+  const float* factors;
+  int64_t out_stride;
+  int32_t num_tokens, in_features;
+  DType dtype;
+};
+
 // ---- weights as quantised checkpoints for GPUs have them ---------------------------------------------------------------
 // out = input * weight^T + bias, each sum in a fixed order of k whatever the number of rows is. Weights stay as the checkpoint
 // has them:

@@ -1,4 +1,5 @@
 // pack_quantized_weight, quantized_linear, quantized_embedding: checks and launch. CPU only.
+#if !defined(PE_EMULATED)
 #include "../common/launch.h"
 #include "../common/value_checks.h"
 
@@ -125,3 +126,5 @@ STABLE_TORCH_LIBRARY_IMPL(pyengine, CPU, library) {
 
 }  // namespace
 }  // namespace pyengine
+
+#endif

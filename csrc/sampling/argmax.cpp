@@ -1,4 +1,5 @@
 // argmax: checks and launch. CPU only: on other devices torch's own is as good.
+#if !defined(PE_EMULATED)
 #include "../common/launch.h"
 
 namespace pyengine {
@@ -35,3 +36,5 @@ STABLE_TORCH_LIBRARY_IMPL(pyengine, CPU, library) { library.impl("argmax", TORCH
 
 }  // namespace
 }  // namespace pyengine
+
+#endif

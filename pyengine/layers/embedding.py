@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from pyengine.layers.packed_weight import PackedWeight, pack
-from pyengine.layers.weights import QuantizedTensor, Weight, WeightSlot, plain
+from pyengine.layers.packed_weight import PackedWeight
+from pyengine.layers.repacked_weight import pack_any
+from pyengine.layers.weights import QuantizedTensor, RepackedTensor, Weight, WeightSlot, plain
 from pyengine.ops import Ops
 
 
@@ -25,8 +26,8 @@ class Embedding:
         yield WeightSlot(f"{name}.weight", self.shape, self._load)
 
     def _load(self, weight: Weight) -> None:
-        if isinstance(weight, QuantizedTensor):
-            self._packed = pack([weight], self._ops, self._dtype)
+        if isinstance(weight, QuantizedTensor | RepackedTensor):
+            self._packed = pack_any([weight], self._ops, self._dtype)
         else:
             if self.weight is None:
                 self.weight = torch.empty(self.shape, dtype=self._dtype, device=self._device)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from pyengine.layers.checkpoint_linear import CheckpointLinear, DenseLinear, merge
-from pyengine.layers.packed_weight import PackedWeight, pack
-from pyengine.layers.weights import CheckpointWeight, QuantizedTensor, Weight, WeightSlot, plain
+from pyengine.layers.packed_weight import PackedWeight
+from pyengine.layers.repacked_weight import pack_any
+from pyengine.layers.weights import CheckpointWeight, QuantizedTensor, RepackedTensor, Weight, WeightSlot, plain
 from pyengine.ops import Ops
 
 
@@ -19,7 +20,7 @@ class Linear:
     """y = x W^T + b with W [out, in], the rows of W being one projection after another.
 
     On CPUs the weight is kept only in the packed form that the kernels read, quantised where the checkpoint's is: neighbouring
-    projections of one format together, others on their own. Each row of y is summed in the same order whatever the number of
+    projections of one form together, others on their own. Each row of y is summed in the same order whatever the number of
     rows is. On GPUs W stays as it is, quantised or not.
 
     Args:
@@ -79,7 +80,7 @@ class Linear:
             return merge(quantized, ops=self._ops, dtype=self._dtype, device=self._device)
         if self._device.type != "cpu":
             return [DenseLinear([plain(weight) for weight in weights], dtype=self._dtype, device=self._device)]
-        return [pack(weights, self._ops, self._dtype)]
+        return [pack_any(weights, self._ops, self._dtype)]
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         """Multiply.
@@ -117,7 +118,7 @@ class Linear:
         if self._weight is not None:
             return self._weight.index_select(0, indices)
         (packed,) = self._packed
-        assert isinstance(packed, PackedWeight), "no checkpoint's embeddings are in a GPU layout"
+        assert not isinstance(packed, CheckpointLinear | DenseLinear), "no checkpoint's embeddings are in a GPU layout"
         return packed.rows(indices)
 
 
@@ -125,4 +126,6 @@ def _form(weight: Weight) -> str:
     """Projections of one form are merged where they are neighbours."""
     if isinstance(weight, QuantizedTensor):
         return weight.format
+    if isinstance(weight, RepackedTensor):
+        return "repacked"
     return weight.kind if isinstance(weight, CheckpointWeight) else "plain"

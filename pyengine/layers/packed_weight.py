@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,77 +24,126 @@ class TileSizes:
     """Of a quantised format, as csrc/quantization/params.h has them."""
 
     block_size: int  # values of a row that are stored together
+    block_bytes: int  # what they take in a file
     tile_bytes: int  # 16 such blocks, packed
 
 
 FORMATS = {
-    "Q4_0": TileSizes(32, 288),
-    "Q4_1": TileSizes(32, 320),
-    "Q5_0": TileSizes(32, 352),
-    "Q5_1": TileSizes(32, 384),
-    "Q8_0": TileSizes(32, 544),
-    "Q4_K": TileSizes(256, 2368),
-    "Q5_K": TileSizes(256, 2880),
-    "Q6_K": TileSizes(256, 3360),
+    "Q4_0": TileSizes(32, 18, 288),
+    "Q4_1": TileSizes(32, 20, 320),
+    "Q5_0": TileSizes(32, 22, 352),
+    "Q5_1": TileSizes(32, 24, 384),
+    "Q8_0": TileSizes(32, 34, 544),
+    "Q4_K": TileSizes(256, 144, 2368),
+    "Q5_K": TileSizes(256, 176, 2880),
+    "Q6_K": TileSizes(256, 210, 3360),
 }
 
 
-class PackedWeight:
-    """A weight [out, in] that only the kernels read.
+class PackedWeight(Protocol):
+    """A weight [out, in] that only the kernels read."""
 
-    Args:
-        data: [ceil(out / 16), in, 16], or uint8 [ceil(out / 16), in / block size, tile bytes].
-        out_features: rows; the last panel may have more.
-        format: of the blocks; None: plain values.
-        dtype: of the rows that `rows` gives.
-    """
-
-    def __init__(self, data: Tensor, out_features: int, format: str | None, ops: Ops, dtype: torch.dtype) -> None:
-        self.data, self.out_features, self.format = data, out_features, format
-        self._ops, self._dtype = ops, dtype
+    out_features: int
 
     def multiply(self, out: Tensor, x: Tensor, bias: Tensor | None) -> None:
         """out [num_tokens, out] = x [num_tokens, in] times this weight transposed, plus bias [out]."""
-        if self.format is None:
-            self._ops.linear(out, x, self.data, bias)
-        else:
-            self._ops.quantized_linear(out, x, self.data, self.format, bias)
 
     def rows(self, indices: Tensor) -> Tensor:
         """Rows `indices` (int64 [num_tokens]) of the weight, dequantised: [num_tokens, in]."""
-        if self.format is None:
-            return self.data[indices // PANEL, :, indices % PANEL]
+
+
+class PlainPanels:
+    """Plain values.
+
+    Args:
+        data: [ceil(out / 16), in, 16].
+        out_features: rows; the last panel may have more.
+    """
+
+    def __init__(self, data: Tensor, out_features: int, ops: Ops) -> None:
+        self.data, self.out_features = data, out_features
+        self._ops = ops
+
+    @classmethod
+    def pack(cls, tensors: Sequence[Tensor], ops: Ops, dtype: torch.dtype) -> PlainPanels:
+        """Pack tensors [out, in], one after another, converted to `dtype`."""
+        num_rows = sum(len(tensor) for tensor in tensors)
+        data = _MEMORY.empty((-(-num_rows // PANEL), tensors[0].shape[1], PANEL), dtype)
+        for panels, tensor in _panels(data, tensors):
+            ops.pack_linear_weight(panels, tensor.to(dtype).contiguous())
+        return cls(data, num_rows, ops)
+
+    def multiply(self, out: Tensor, x: Tensor, bias: Tensor | None) -> None:
+        self._ops.linear(out, x, self.data, bias)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        return self.data[indices // PANEL, :, indices % PANEL]
+
+
+class QuantizedPanels:
+    """Blocks of a GGUF format.
+
+    Args:
+        data: uint8 [ceil(out / 16), in / block size, tile bytes].
+        out_features: rows; the last panel may have more.
+        format: of the blocks.
+        dtype: of the rows that `rows` gives.
+    """
+
+    def __init__(self, data: Tensor, out_features: int, format: str, ops: Ops, dtype: torch.dtype) -> None:
+        self.data, self.out_features, self.format = data, out_features, format
+        self._ops, self._dtype = ops, dtype
+
+    @classmethod
+    def pack(
+        cls,
+        tensors: Sequence[Tensor],
+        format: str,
+        ops: Ops,
+        dtype: torch.dtype,
+        empty: Callable[[tuple[int, ...], torch.dtype], Tensor] = _MEMORY.empty,
+    ) -> QuantizedPanels:
+        """Pack blocks uint8 [out, row bytes], one tensor after another.
+
+        Args:
+            empty: makes the memory, which is for as long as the process lives by default.
+        """
+        tile, num_rows = FORMATS[format], sum(len(tensor) for tensor in tensors)
+        num_blocks = tensors[0].shape[1] // tile.block_bytes
+        data = empty((-(-num_rows // PANEL), num_blocks, tile.tile_bytes), torch.uint8)
+        for panels, tensor in _panels(data, tensors):
+            ops.pack_quantized_weight(panels, tensor, format)
+        return cls(data, num_rows, format, ops, dtype)
+
+    def multiply(self, out: Tensor, x: Tensor, bias: Tensor | None) -> None:
+        self._ops.quantized_linear(out, x, self.data, self.format, bias)
+
+    def rows(self, indices: Tensor) -> Tensor:
         in_features = self.data.shape[1] * FORMATS[self.format].block_size
         out = torch.empty(indices.shape[0], in_features, dtype=self._dtype)
         self._ops.quantized_embedding(out, indices, self.data, self.format)
         return out
 
 
+def _panels(data: Tensor, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each tensor with its panels of `data`; tensors are joined where a panel would have rows of two of them."""
+    if any(len(tensor) % PANEL for tensor in tensors[:-1]):
+        tensors = [torch.cat(list(tensors))]
+    panel = 0
+    for tensor in tensors:
+        end = panel + -(-len(tensor) // PANEL)
+        yield data[panel:end], tensor
+        panel = end
+
+
 def pack(weights: Sequence[Weight], ops: Ops, dtype: torch.dtype) -> PackedWeight:
-    """Pack projections [out, in] of one format, one after another.
+    """Pack projections [out, in] of one form, one after another.
 
     Args:
         weights: all of them quantised in one format, or none of them.
         dtype: plain values are converted to it.
     """
-    first = weights[0]
-    format = first.format if isinstance(first, QuantizedTensor) else None
-    tensors = [weight.blocks if isinstance(weight, QuantizedTensor) else plain(weight) for weight in weights]
-    sizes = [len(tensor) for tensor in tensors]
-    if any(size % PANEL for size in sizes[:-1]):  # a panel would have rows of two of them
-        tensors = [torch.cat(tensors)]
-    num_panels, in_features = -(-sum(sizes) // PANEL), first.shape[1]
-    if format is None:
-        data = _MEMORY.empty((num_panels, in_features, PANEL), dtype)
-    else:
-        tile = FORMATS[format]
-        data = _MEMORY.empty((num_panels, in_features // tile.block_size, tile.tile_bytes), torch.uint8)
-    panel = 0
-    for tensor in tensors:
-        end = panel + -(-len(tensor) // PANEL)
-        if format is None:
-            ops.pack_linear_weight(data[panel:end], tensor.to(dtype).contiguous())
-        else:
-            ops.pack_quantized_weight(data[panel:end], tensor, format)
-        panel = end
-    return PackedWeight(data, sum(sizes), format, ops, dtype)
+    blocks = [weight for weight in weights if isinstance(weight, QuantizedTensor)]
+    if blocks:
+        return QuantizedPanels.pack([weight.blocks for weight in blocks], blocks[0].format, ops, dtype)
+    return PlainPanels.pack([plain(weight) for weight in weights], ops, dtype)

@@ -31,7 +31,18 @@ class CheckpointWeight(NamedTuple):
     shape: tuple[int, int]  # of the values: (out, in)
 
 
-Weight: TypeAlias = Tensor | QuantizedTensor | CheckpointWeight
+class RepackedTensor(NamedTuple):
+    """A matrix that is to be run as `pyengine.layers.repacked_weight` has it: weights of 8 bits, activations of 16."""
+
+    source: QuantizedTensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the values: (out, in)."""
+        return self.source.shape
+
+
+Weight: TypeAlias = Tensor | QuantizedTensor | RepackedTensor | CheckpointWeight
 
 
 class WeightSlot(NamedTuple):
@@ -53,6 +64,5 @@ def plain(weight: Weight) -> Tensor:
         TypeError: it is; a checkpoint gives only matrices that way, and only where they were asked for.
     """
     if not isinstance(weight, Tensor):
-        form = weight.format if isinstance(weight, QuantizedTensor) else weight.kind
-        raise TypeError(f"a {form} matrix where a plain tensor is expected")
+        raise TypeError(f"a {type(weight).__name__} where a plain tensor is expected")
     return weight

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyengine.config import LoadConfig
 from pyengine.errors import ModelLoadError
-from pyengine.layers.weights import CheckpointWeight, Weight, plain
+from pyengine.layers.weights import CheckpointWeight, QuantizedTensor, RepackedTensor, Weight, plain
 from pyengine.loader.base import Checkpoint
 from pyengine.loader.checkpoint_blocks import to_blocks
 from pyengine.loader.quantize import SCHEMES, quantize
@@ -128,6 +128,10 @@ def _with_progress(checkpoint: Checkpoint, load_config: LoadConfig) -> Iterator[
         tensors = _converted(checkpoint, tensors, make_blocks, load_config.num_threads)
     elif scheme not in (None, "gguf") and load_config.device == "cpu":
         tensors = _converted(checkpoint, tensors, take_blocks, load_config.num_threads)
+    if load_config.repack:
+        tensors = (
+            (name, RepackedTensor(weight) if isinstance(weight, QuantizedTensor) else weight) for name, weight in tensors
+        )
     total = len(checkpoint.tensor_infos)
     # disable=None: no bar where stderr is not a terminal, so that logs stay readable.
     yield from tqdm(tensors, total=total, desc="Loading weights", unit="tensor", disable=None)

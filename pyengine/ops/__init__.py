@@ -23,6 +23,7 @@ from pyengine.ops._signatures import (
     MergeAttentionStates,
     PackLinearWeight,
     PackQuantizedWeight,
+    PackW8A16Weight,
     PagedAttention,
     QuantizedEmbedding,
     QuantizedLinear,
@@ -34,6 +35,8 @@ from pyengine.ops._signatures import (
     SampleTopKTopP,
     SiluAndMul,
     SwapBlocks,
+    W8A16Embedding,
+    W8A16Linear,
 )
 
 __all__ = ["CPU_OPS", "DEVICE_OPS", "Ops", "get_ops", "load_core", "load_emulated"]
@@ -73,6 +76,9 @@ class Ops:
     pack_quantized_weight: PackQuantizedWeight
     quantized_linear: QuantizedLinear
     quantized_embedding: QuantizedEmbedding
+    pack_w8a16_weight: PackW8A16Weight
+    w8a16_linear: W8A16Linear
+    w8a16_embedding: W8A16Embedding
     argmax: Argmax
 
 

@@ -38,6 +38,9 @@ CPU_OPS: tuple[str, ...] = (
     "pack_quantized_weight",
     "quantized_linear",
     "quantized_embedding",
+    "pack_w8a16_weight",
+    "w8a16_linear",
+    "w8a16_embedding",
     "argmax",
 )
 

@@ -420,6 +420,47 @@ class QuantizedEmbedding(Protocol):
         """
 
 
+class PackW8A16Weight(Protocol):
+    def __call__(self, packed: Tensor, factors: Tensor, weight: Tensor) -> None:
+        """Round a weight to int8 for `w8a16_linear`, 256 values of a row to one scale = max |value| / 127. CPU only.
+
+        Args:
+            packed: int8 [ceil(out_features / 32), ceil(in_features / 64), 2048], written; csrc/quantization/params.h has the
+                layout.
+            factors: fp32 [ceil(out_features / 32), ceil(in_features / 256), 64], written: scales (NaN for values that are not
+                finite) and sums of the integers.
+            weight: fp32 [out_features, in_features], the row stride free.
+        """
+
+
+class W8A16Linear(Protocol):
+    def __call__(self, out: Tensor, input: Tensor, packed_weight: Tensor, factors: Tensor, bias: Tensor | None = None) -> None:
+        """out = input weight^T + bias with int8 weights and each row of input rounded to 16 bits. CPU only.
+
+        Products of 256 values are exact integers, and their scaled sums are added in the order of k, whatever the number of
+        rows is. A row with a NaN or an infinity gives NaN.
+
+        Args:
+            out: [num_tokens, out_features], written; in input's type or fp32.
+            input: [num_tokens, in_features], the token stride free.
+            packed_weight: see `pack_w8a16_weight`.
+            factors: packed_weight's.
+            bias: [out_features].
+        """
+
+
+class W8A16Embedding(Protocol):
+    def __call__(self, out: Tensor, indices: Tensor, packed_weight: Tensor, factors: Tensor) -> None:
+        """out[i] = row indices[i] of the weight, dequantised. CPU only.
+
+        Args:
+            out: [num_tokens, in_features], written; fp32, fp16 or bf16.
+            indices: int64 [num_tokens].
+            packed_weight: see `pack_w8a16_weight`.
+            factors: packed_weight's.
+        """
+
+
 class Argmax(Protocol):
     def __call__(self, token_ids: Tensor, maxima: Tensor, logits: Tensor) -> None:
         """The largest logit of each row and its token: of equals the lowest id, the first NaN if there is one. CPU only.

@@ -84,7 +84,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "ModelConfig": (
         *("model", "tokenizer", "revision", "download_dir", "served_model_name", "skip_tokenizer_init", "chat_template"),
-        *("dtype", "quantization", "max_model_len", "seed", "enforce_eager"),
+        *("dtype", "quantization", "repack", "max_model_len", "seed", "enforce_eager"),
     ),
     "DeviceConfig": ("device", "num_threads", "tensor_parallel_size"),
     "CacheConfig": (

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from pyengine.config import HardwareInfo
+from pyengine.ops import load_core
 
 # A memory limit of cgroup v1 that means none is a number near 2**63.
 _NO_LIMIT = 2**62
@@ -18,7 +19,8 @@ def detect_hardware() -> HardwareInfo:
     """Measure the machine: device memory where torch has CUDA, else what this process may still take of the host's."""
     has_cuda = torch.cuda.is_available()
     memory = torch.cuda.mem_get_info()[0] if has_cuda else available_host_memory()
-    return HardwareInfo(has_cuda=has_cuda, available_memory=memory, num_cores=available_cores())
+    has_amx = load_core().get_isa() == "amx"
+    return HardwareInfo(has_cuda=has_cuda, available_memory=memory, num_cores=available_cores(), has_amx=has_amx)
 
 
 def available_host_memory(root: Path = Path("/")) -> int:

@@ -31,7 +31,6 @@ def _torch_flags() -> list[str]:
 def _units() -> dict[str, list[str]]:
     """Every translation unit of the extension, with the flags that are its own."""
     launchers = [path for path in sorted(ROOT.glob("csrc/*/*.cpp")) if path.parent.name in _LAUNCHERS]
-    launchers = [path for path in launchers if path.name not in ("linear.cpp", "quantized_linear.cpp")]  # CPU only
     checks = [ROOT / "csrc/common/tensor_arg.cpp", ROOT / "csrc/common/value_checks.cpp", ROOT / "csrc/bindings.cpp"]
     runtime = sorted(ROOT.glob("csrc/emulation/*.cpp"))
     units = {str(path.relative_to(ROOT)): _torch_flags() for path in [*launchers, *checks]}

@@ -177,6 +177,20 @@ def sample_inputs(namespace: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
         "pack_quantized_weight": lambda: (uint8(2, 3, 544), uint8(20, 3 * 34), "Q8_0"),
         "quantized_linear": lambda: (torch.empty(3, 20), torch.randn(3, 96), uint8(2, 3, 544), "Q8_0", torch.randn(20)),
         "quantized_embedding": lambda: (torch.empty(3, 96), torch.tensor([0, 7, 20]), uint8(2, 3, 544), "Q8_0"),
+        "pack_w8a16_weight": lambda: (torch.empty(2, 3, 2048, dtype=torch.int8), torch.empty(2, 1, 64), torch.randn(40, 140)),
+        "w8a16_linear": lambda: (
+            torch.empty(3, 40),
+            torch.randn(3, 140),
+            torch.ones(2, 3, 2048, dtype=torch.int8),
+            torch.rand(2, 1, 64),
+            torch.randn(40),
+        ),
+        "w8a16_embedding": lambda: (
+            torch.empty(3, 140),
+            torch.tensor([0, 7, 39]),
+            torch.ones(2, 3, 2048, dtype=torch.int8),
+            torch.rand(2, 1, 64),
+        ),
         "argmax": lambda: (torch.empty(3, dtype=torch.int64), torch.empty(3), torch.randn(3, 50)),
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -171,6 +172,12 @@ def _isa_of(output: str) -> str:
     return target.removeprefix("cpu_").removesuffix(".dir")
 
 
+def _output_of(command: str) -> str:
+    """The object that a compiler's command line makes; older versions of CMake do not say it apart."""
+    words = shlex.split(command)
+    return words[words.index("-o") + 1]
+
+
 class Checkout:
     """A copy of the sources with its own build of `_C`. A bug goes into one instruction set's kernels, to save time."""
 
@@ -185,7 +192,7 @@ class Checkout:
         subprocess.run(["cmake", "-S", str(root), "-B", str(self._build), "-G", "Ninja", *options], check=True)
         subprocess.run(["cmake", "--build", str(self._build), "--target", "_C"], check=True)
         units = json.loads((self._build / "compile_commands.json").read_text())
-        outputs = {str((self._build / unit["output"]).relative_to(self._build)): unit["command"] for unit in units}
+        outputs = {_output_of(unit["command"]): unit["command"] for unit in units}
         isas = {mutant.isa for mutant in MUTANTS}
         self._commands = {output: command for output, command in outputs.items() if _isa_of(output) in isas}
         self._link = next(line for line in self._ninja("commands", "_C").splitlines() if " -shared " in line)

@@ -28,6 +28,7 @@ class PagedRunner:
     device: str = "cpu"
     dtype: str = "float32"
     quantization: str | None = None  # "gguf": weights as they are; None: dequantised
+    repack: bool = False  # quantised weights to 8 bits
     kv_dtype: str | None = None  # dtype by default
     max_replayed_tokens: int = 0  # steps of up to so many tokens are replayed
     tokens: dict[str, list[int]] = field(default_factory=dict)  # whose KV is in the cache
@@ -36,7 +37,14 @@ class PagedRunner:
     def __post_init__(self) -> None:
         checkpoint = open_checkpoint(str(self.path))
         arch = checkpoint.arch
-        config = LoadConfig(device=self.device, dtype=self.dtype, quantization=self.quantization, num_threads=1, seed=0)
+        config = LoadConfig(
+            device=self.device,
+            dtype=self.dtype,
+            quantization=self.quantization,
+            repack=self.repack,
+            num_threads=1,
+            seed=0,
+        )
         self.model = load_model(checkpoint, config, get_ops(self.device))
         self.torch_device = torch.device("cuda" if self.device == "cuda" else "cpu")
         shape = (NUM_BLOCKS, arch.num_kv_heads, BLOCK_SIZE, arch.head_dim)

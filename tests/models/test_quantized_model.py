@@ -14,6 +14,8 @@ from tiny_models import make_model
 from torch import Tensor
 
 from pyengine.layers.linear import Linear
+from pyengine.layers.packed_weight import QuantizedPanels
+from pyengine.layers.repacked_weight import RepackedWeight
 from pyengine.loader.checkpoint import open_checkpoint
 from pyengine.loader.tokenizer import load_tokenizer
 
@@ -54,7 +56,7 @@ def check(path: Path) -> Any:
 
 
 def formats_of(linear: Linear) -> list[str | None]:
-    return [packed.format for packed in linear._packed]
+    return [packed.format if isinstance(packed, QuantizedPanels) else None for packed in linear._packed]
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -120,9 +122,54 @@ def test_weights_are_kept_once(wide_llama: Path, tmp_path: Path) -> None:
         assert linear._weight is None
 
 
-def test_batch_composition_does_not_change_a_bit(wide_llama: Path, tmp_path: Path) -> None:
+def check_repacked(path: Path) -> Any:
+    """The repacked model's logits are about as close to the dequantised one's as those with 8-bit activations."""
+    repacked, quantised, exact = (
+        PagedRunner(path, quantization=scheme, repack=repack)
+        for scheme, repack in (("gguf", True), ("gguf", False), (None, False))
+    )
+    for batch in ({"a": ids(40), "b": ids(9, 1)}, {"a": ids(1, 2), "b": ids(1, 3)}):
+        got, blocks, expected = repacked.step(batch), quantised.step(batch), exact.step(batch)
+        for name in batch:
+            error = (got[name] - expected[name]).norm()
+            assert 0 < error < 2 * (blocks[name] - expected[name]).norm()
+    return repacked.model
+
+
+def test_repacked_projections_become_one_product(wide_llama: Path, tmp_path: Path) -> None:
+    kinds = {"attn_v": "Q6_K", "ffn_down": "Q5_K", "output.weight": "Q6_K", "blk.1.attn_q": "Q8_0"}
+    model = check_repacked(write_gguf(tmp_path / "model.gguf", wide_llama, "Q4_K", kinds=kinds))
+    for layer in model.layers:
+        for linear in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj):
+            (packed,) = linear._packed
+            assert isinstance(packed, RepackedWeight)
+
+
+def test_repacked_projections_beside_a_plain_one(wide_llama: Path, tmp_path: Path) -> None:
+    model = check_repacked(write_gguf(tmp_path / "model.gguf", wide_llama, "Q8_0", kinds={"attn_k": "F16"}))
+    assert [type(packed) is RepackedWeight for packed in model.layers[0].self_attn.qkv_proj._packed] == [True, False, True]
+
+
+def test_repacked_projections_that_share_a_panel(tmp_path: Path) -> None:
+    sizes = {"head_dim": 120, "num_attention_heads": 4, "num_key_value_heads": 1, "hidden_size": 96, "intermediate_size": 160}
+    folder = make_model(tmp_path / "hf", with_tokenizer=False, **sizes)
+    check_repacked(write_gguf(tmp_path / "model.gguf", folder, "Q8_0"))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_repacked_embeddings(tied: bool, tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "hf", with_tokenizer=False, tie_word_embeddings=tied)
+    path = write_gguf(tmp_path / "model.gguf", folder, "Q8_0")
+    model = PagedRunner(path, quantization="gguf", repack=True).model
+    table = dict(open_checkpoint(str(path)).tensors())["model.embed_tokens.weight"]
+    embed = model.lm_head.rows if tied else model._embedding
+    assert 0 < (embed(torch.arange(512)) - table).norm() < 0.01 * table.norm()
+
+
+@pytest.mark.parametrize("repack", [False, True])
+def test_batch_composition_does_not_change_a_bit(repack: bool, wide_llama: Path, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", wide_llama, "Q4_1", kinds={"attn_v": "Q6_K"})
-    together, alone = (PagedRunner(path, quantization="gguf", kv_dtype="bfloat16") for _ in range(2))
+    together, alone = (PagedRunner(path, quantization="gguf", repack=repack, kv_dtype="bfloat16") for _ in range(2))
     prompts = {str(i): ids(5 + 7 * i, i) for i in range(5)}
     mixed = together.step(prompts)
     for name, prompt in prompts.items():

@@ -1,0 +1,202 @@
+// out = input * weight^T + bias with weights of 8 bits and the input rounded to 16.
+//
+// A unit of work is a few panels times a block of row tiles. Groups of k are the outer loop: a group of two panels stays in the
+// first-level cache while the rows pass by, and the rows' sums in the second.
+#include "../../cpu/parallel.h"
+#include "../../cpu/with_type.h"
+#include "w8a16_tile.h"
+#if defined(PE_SIMD_AMX)
+#include "w8a16_tile_amx.h"
+#endif
+
+namespace pyengine::cpu {
+namespace PE_ISA {
+namespace {
+
+constexpr int64_t kRowBlockBytes = 512 * 1024;  // records of a unit's rows
+constexpr int64_t kSerialLimit = 16 * 1024;     // values; below, waking threads costs more than rounding them
+constexpr int64_t kUnitProducts = 2 << 20;      // a unit of work has about so many at least
+constexpr int kUnitsPerThread = 8;              // and there are about so many for each thread
+constexpr int kPanels = 2;                      // that share the rows' way through the cache
+constexpr int kGroupSteps = kW8A16Group / kW8A16Step;
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
+int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
+
+#if defined(PE_SIMD_AMX)
+// One or two rows are too little for a tile of weights to be loaded for them.
+constexpr int kVectorTokens = 2;
+int max_tile_rows(int num_tokens) { return num_tokens > kVectorTokens ? kW8A16TileRows : kW8A16VectorRows; }
+#else
+constexpr int kVectorTokens = INT32_MAX;
+int max_tile_rows(int) { return kW8A16VectorRows; }
+#endif
+
+// All row tiles have the same number of rows, the last rows of the last one may be padding.
+struct Plan {
+  int num_tokens, tile_rows, num_tiles;
+  int block_tiles, num_blocks;  // row tiles of a unit of work
+  int num_steps, num_groups;    // of k
+  int num_panels, unit_panels, num_panel_units;
+
+  explicit Plan(const W8A16LinearParams& p) : num_tokens(p.num_tokens) {
+    num_tiles = static_cast<int>(ceil_div(num_tokens, max_tile_rows(num_tokens)));
+    tile_rows = static_cast<int>(ceil_div(num_tokens, num_tiles));
+    num_tiles = static_cast<int>(ceil_div(num_tokens, tile_rows));
+    num_steps = static_cast<int>(ceil_div(p.in_features, kW8A16Step));
+    num_groups = static_cast<int>(ceil_div(p.in_features, kW8A16Group));
+    num_blocks = static_cast<int>(ceil_div(num_tiles, max_of(1, kRowBlockBytes / max_of(1, tile_bytes()))));
+    block_tiles = static_cast<int>(ceil_div(num_tiles, num_blocks));
+    num_blocks = static_cast<int>(ceil_div(num_tiles, block_tiles));
+    num_panels = static_cast<int>(ceil_div(p.out_features, kW8A16Panel));
+    const int64_t products = int64_t{block_tiles} * tile_rows * p.in_features * kW8A16Panel;
+    const int64_t enough = ceil_div(kUnitProducts, max_of(1, products));
+    const int64_t even = ceil_div(int64_t{num_panels} * num_blocks, int64_t{kUnitsPerThread} * get_num_threads());
+    unit_panels = static_cast<int>(min_of(num_panels, min_of(enough, even)));
+    if (num_panels >= kPanels) unit_panels = static_cast<int>(ceil_div(unit_panels, kPanels)) * kPanels;
+    num_panel_units = static_cast<int>(ceil_div(num_panels, unit_panels));
+  }
+  int64_t tile_bytes() const { return w8a16_record_bytes(tile_rows) * num_steps; }
+  bool in_vectors() const { return num_tokens <= kVectorTokens; }
+  int64_t num_units() const { return int64_t{num_panel_units} * num_blocks; }
+  int real_rows(int tile) const { return static_cast<int>(min_of(tile_rows, num_tokens - int64_t{tile} * tile_rows)); }
+};
+
+// Copied to each thread: see run_restartable_tiles.
+template <class In, class Out>
+class Multiplication {
+ public:
+  Multiplication(const W8A16LinearParams& p, const Plan& plan, void* memory)
+      : p_(p),
+        plan_(plan),
+        row_scales_(static_cast<float*>(memory)),
+        records_(static_cast<uint8_t*>(memory) + ceil_div(p.num_tokens * sizeof(float), 64) * 64) {}
+
+  static int64_t bytes(const Plan& plan) {
+    return ceil_div(plan.num_tokens * sizeof(float), 64) * 64 + plan.tile_bytes() * plan.num_tiles;
+  }
+
+  void quantize() const {
+    const int bias = plan_.in_vectors() ? kVectorHighBias : 0;
+    const auto quantize_tile = [&](int64_t tile, int) {
+      const int first = static_cast<int>(tile) * plan_.tile_rows, rows = plan_.real_rows(static_cast<int>(tile));
+      uint8_t* records = records_ + tile * plan_.tile_bytes();
+      if (rows < plan_.tile_rows) memset(records, 0, static_cast<size_t>(plan_.tile_bytes()));
+      for (int r = 0; r < rows; r++) {
+        const In* x = static_cast<const In*>(p_.input) + (first + r) * p_.input_stride;
+        row_scales_[first + r] = quantize_row_16(x, p_.in_features, r, plan_.tile_rows, bias, records);
+      }
+    };
+    if (int64_t{p_.num_tokens} * p_.in_features <= kSerialLimit) {
+      for (int tile = 0; tile < plan_.num_tiles; tile++) quantize_tile(tile, 0);
+    } else {
+      parallel_for(plan_.num_tiles, quantize_tile);
+    }
+  }
+
+  void run(int64_t unit, TileGuard& guard) const {
+#if defined(PE_SIMD_AMX)
+    if (!plan_.in_vectors()) {
+      W8A16TileProducts products(plan_.tile_rows);
+      run_panels(unit, guard, [&](const W8A16TileArgs& args) { products.run(args); }, [&] { products.finish(); });
+      return products.release();
+    }
+#endif
+    run_panels(unit, guard, [](const W8A16TileArgs& args) { W8A16VectorProducts::run(args); }, [] {});
+  }
+
+ private:
+  static constexpr int64_t kSumsLd = kPanels * kW8A16Panel;
+
+  // Returns early where another thread took the unit over.
+  template <class Multiply, class Finish>
+  void run_panels(int64_t unit, TileGuard& guard, const Multiply& multiply, const Finish& finish) const {
+    const int block = static_cast<int>(unit / plan_.num_panel_units), part = static_cast<int>(unit % plan_.num_panel_units);
+    const int first_tile = block * plan_.block_tiles;
+    const int end_tile = static_cast<int>(min_of(plan_.num_tiles, int64_t{first_tile} + plan_.block_tiles));
+    const int end_panel = static_cast<int>(min_of(plan_.num_panels, int64_t{part + 1} * plan_.unit_panels));
+    const bool once = end_tile - first_tile == 1;  // then weights are best read in one stream
+    const int step = once ? 1 : kPanels;
+    const int64_t sums_bytes = int64_t{plan_.block_tiles} * plan_.tile_rows * kSumsLd * static_cast<int64_t>(sizeof(float));
+    float* sums = static_cast<float*>(thread_scratch(static_cast<size_t>(sums_bytes)));
+    for (int panel = part * plan_.unit_panels; panel < end_panel; panel += step) {
+      const int panels = static_cast<int>(min_of(step, end_panel - panel));
+      for (int group = 0; group < plan_.num_groups; group++) {
+        for (int tile = first_tile; tile < end_tile; tile++) {
+          for (int i = 0; i < panels; i++) {
+            multiply(tile_args(tile, panel + i, group, once,
+                               sums + int64_t{tile - first_tile} * plan_.tile_rows * kSumsLd + i * kW8A16Panel));
+          }
+        }
+      }
+      finish();
+      if (!write(first_tile, end_tile, panel, panels, sums, guard)) return;
+    }
+  }
+
+  W8A16TileArgs tile_args(int tile, int panel, int group, bool once, float* sums) const {
+    const int first_step = group * kGroupSteps;
+    return {records_ + tile * plan_.tile_bytes() + first_step * w8a16_record_bytes(plan_.tile_rows),
+            p_.weight + (int64_t{panel} * plan_.num_steps + first_step) * kW8A16StepBytes,
+            p_.factors + (int64_t{panel} * plan_.num_groups + group) * kW8A16Factors,
+            sums,
+            kSumsLd,
+            plan_.tile_rows,
+            static_cast<int>(min_of(kGroupSteps, plan_.num_steps - first_step)),
+            group == 0,
+            once};
+  }
+
+  bool write(int first_tile, int end_tile, int panel, int panels, const float* sums, TileGuard& guard) const {
+    const int first = first_tile * plan_.tile_rows, column = panel * kW8A16Panel;
+    const int rows = static_cast<int>(min_of(plan_.num_tokens, int64_t{end_tile} * plan_.tile_rows)) - first;
+    const int columns = static_cast<int>(min_of(panels * kW8A16Panel, p_.out_features - column));
+    const In* bias = p_.bias != nullptr ? static_cast<const In*>(p_.bias) + column : nullptr;
+    if (!guard.begin_write()) return false;
+    for (int r = 0; r < rows; r++) {
+      Out* out = static_cast<Out*>(p_.out) + (first + r) * p_.out_stride + column;
+      const VecF scale = set1(row_scales_[first + r]);
+      for (int j = 0; j < columns; j += kLanes) {
+        VecF value = load(sums + r * kSumsLd + j) * scale;
+        if (bias != nullptr) value += load_partial(bias + j, columns - j);
+        store_partial(out + j, value, columns - j);
+      }
+    }
+    guard.end_write();
+    return true;
+  }
+
+  W8A16LinearParams p_;
+  Plan plan_;
+  float* row_scales_;  // [num_tokens]
+  uint8_t* records_;
+};
+
+template <class In, class Out>
+void multiply(const W8A16LinearParams& p) {
+  const Plan plan(p);
+  const Multiplication<In, Out> work(p, plan, shared_scratch(static_cast<size_t>(Multiplication<In, Out>::bytes(plan))));
+  work.quantize();
+  parallel_for_restartable(plan.num_units(), [work](int64_t unit, TileGuard& guard) { work.run(unit, guard); });
+}
+
+}  // namespace
+
+const char* w8a16_linear(const W8A16LinearParams& p) {
+  if (p.num_tokens == 0 || p.out_features == 0) return nullptr;
+  return with_float_type(p.dtype, [&](auto in) -> const char* {
+    using In = decltype(in);
+    if (p.out_dtype == DType::kF32) {
+      multiply<In, float>(p);
+    } else if (p.out_dtype == p.dtype) {
+      multiply<In, In>(p);
+    } else {
+      return "w8a16_linear's output must have the input's type or fp32";
+    }
+    return nullptr;
+  });
+}
+
+}  // namespace PE_ISA
+}  // namespace pyengine::cpu

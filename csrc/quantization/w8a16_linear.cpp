@@ -1,0 +1,118 @@
+// pack_w8a16_weight, w8a16_linear, w8a16_embedding: checks and launch. CPU only.
+#if !defined(PE_EMULATED)
+#include "../common/launch.h"
+#include "../common/value_checks.h"
+
+namespace pyengine {
+namespace {
+
+using torch::headeronly::ScalarType;
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// packed [ceil(out_features / 32), ceil(in_features / 64), 2048], factors [ceil(out_features / 32), ceil(in_features / 256),
+// 32]; `other` has the sizes. Columns may be fewer than the panels have.
+void check_weight(const TensorArg& packed, const TensorArg& factors, int64_t in_features, const char* other) {
+  packed.expect_dtype(ScalarType::Char);
+  packed.expect_dense(0);
+  packed.expect_size(1, "steps of 64 input features", ceil_div(in_features, kW8A16Step), other);
+  packed.expect_size(2, "bytes in a step", kW8A16StepBytes, "the layout");
+  factors.expect_dtype(ScalarType::Float);
+  factors.expect_dense(0);
+  factors.expect_same_device(packed);
+  factors.expect_size(0, "panels", packed.size(0), packed.name());
+  factors.expect_size(1, "groups of 256 input features", ceil_div(in_features, kW8A16Group), other);
+  factors.expect_size(2, "factors in a panel", kW8A16Factors, "the layout");
+}
+
+// weight [out_features, in_features]
+void pack_w8a16_weight(Tensor packed, Tensor factors, const Tensor weight) {
+  const char* op = "pack_w8a16_weight";
+  const TensorArg packed_arg(op, "packed", packed, 3), factors_arg(op, "factors", factors, 3),
+      weight_arg(op, "weight", weight, 2);
+  weight_arg.expect_dtype(ScalarType::Float);
+  weight_arg.expect_dense(1);
+  weight_arg.expect_same_device(packed_arg);
+  PackW8A16Params p{};
+  p.out_features = weight_arg.size32(0, "out_features");
+  p.in_features = weight_arg.size32(1, "in_features");
+  check_weight(packed_arg, factors_arg, p.in_features, "weight");
+  packed_arg.expect_size(0, "panels", ceil_div(p.out_features, kW8A16Panel), "weight");
+  p.packed = packed_arg.data_as<int8_t>();
+  p.factors = factors_arg.data_as<float>();
+  p.weight = weight_arg.data_as<float>();
+  p.weight_stride = weight_arg.stride(0);
+  if (p.out_features > 0 && p.in_features > 0) cpu::launch(op, &cpu::KernelTable::pack_w8a16_weight, p);
+}
+
+// out [num_tokens, out_features]; input [num_tokens, in_features]; packed_weight, factors as above; bias [out_features]
+void w8a16_linear(Tensor out, const Tensor input, const Tensor packed_weight, const Tensor factors, OptionalTensor bias) {
+  const char* op = "w8a16_linear";
+  const TensorArg out_arg(op, "out", out, 2), input_arg(op, "input", input, 2),
+      weight_arg(op, "packed_weight", packed_weight, 3), factors_arg(op, "factors", factors, 3);
+  W8A16LinearParams p{};
+  p.dtype = input_arg.float_dtype(kFloatTypes);
+  p.out_dtype = out_arg.float_dtype(kFloatTypes);
+  if (p.out_dtype != DType::kF32) expect_same_dtype(out_arg, p.out_dtype, input_arg, p.dtype);
+  out_arg.expect_same_device(input_arg);
+  weight_arg.expect_same_device(input_arg);
+  p.num_tokens = input_arg.size32(0, "num_tokens");
+  p.in_features = input_arg.size32(1, "in_features");
+  p.out_features = out_arg.size32(1, "out_features");
+  out_arg.expect_size(0, "num_tokens", p.num_tokens, "input");
+  check_weight(weight_arg, factors_arg, p.in_features, "input");
+  weight_arg.expect_size(0, "panels", ceil_div(p.out_features, kW8A16Panel), "out");
+  out_arg.expect_dense(1);
+  input_arg.expect_dense(1);
+  if (bias) {
+    const TensorArg bias_arg(op, "bias", *bias, 1);
+    expect_same_dtype(bias_arg, bias_arg.float_dtype(kFloatTypes), input_arg, p.dtype);
+    bias_arg.expect_same_device(input_arg);
+    bias_arg.expect_size(0, "out_features", p.out_features, "out");
+    bias_arg.expect_dense(0);
+    p.bias = bias_arg.data();
+  }
+  p.out = out_arg.data();
+  p.input = input_arg.data();
+  p.weight = weight_arg.data_as<int8_t>();
+  p.factors = factors_arg.data_as<float>();
+  p.out_stride = out_arg.stride(0);
+  p.input_stride = input_arg.stride(0);
+  if (p.num_tokens > 0 && p.out_features > 0) cpu::launch(op, &cpu::KernelTable::w8a16_linear, p);
+}
+
+// out [num_tokens, in_features]; indices [num_tokens]; packed_weight, factors as above
+void w8a16_embedding(Tensor out, const Tensor indices, const Tensor packed_weight, const Tensor factors) {
+  const char* op = "w8a16_embedding";
+  const TensorArg out_arg(op, "out", out, 2), indices_arg(op, "indices", indices, 1),
+      weight_arg(op, "packed_weight", packed_weight, 3), factors_arg(op, "factors", factors, 3);
+  W8A16EmbeddingParams p{};
+  p.dtype = out_arg.float_dtype(kFloatTypes);
+  indices_arg.expect_dtype(ScalarType::Long);
+  indices_arg.expect_dense(0);
+  indices_arg.expect_same_device(out_arg);
+  weight_arg.expect_same_device(out_arg);
+  p.num_tokens = indices_arg.size32(0, "num_tokens");
+  p.in_features = out_arg.size32(1, "in_features");
+  out_arg.expect_size(0, "num_tokens", p.num_tokens, "indices");
+  out_arg.expect_dense(1);
+  check_weight(weight_arg, factors_arg, p.in_features, "out");
+  expect_values_in(indices_arg, 0, weight_arg.size(0) * kW8A16Panel);
+  p.out = out_arg.data();
+  p.indices = indices_arg.data_as<int64_t>();
+  p.weight = weight_arg.data_as<int8_t>();
+  p.factors = factors_arg.data_as<float>();
+  p.out_stride = out_arg.stride(0);
+  if (p.num_tokens > 0 && p.in_features > 0) cpu::launch(op, &cpu::KernelTable::w8a16_embedding, p);
+}
+
+STABLE_TORCH_LIBRARY_IMPL(pyengine, CPU, library) {
+  library.impl("pack_w8a16_weight", TORCH_BOX(&pack_w8a16_weight));
+  library.impl("w8a16_linear", TORCH_BOX(&w8a16_linear));
+  library.impl("w8a16_embedding", TORCH_BOX(&w8a16_embedding));
+}
+
+}  // namespace
+}  // namespace pyengine
+
+#endif
