@@ -18,6 +18,7 @@ constexpr int64_t kSerialLimit = 16 * 1024;     // values; below, waking threads
 constexpr int64_t kUnitProducts = 2 << 20;      // a unit of work has about so many at least
 constexpr int kUnitsPerThread = 8;              // and there are about so many for each thread
 constexpr int kPanels = 2;                      // that share the rows' way through the cache
+constexpr int kWriteAhead = 8;                  // rows
 constexpr int kGroupSteps = kW8A16Group / kW8A16Step;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -125,8 +126,8 @@ class Multiplication {
       for (int group = 0; group < plan_.num_groups; group++) {
         for (int tile = first_tile; tile < end_tile; tile++) {
           for (int i = 0; i < panels; i++) {
-            multiply(tile_args(tile, panel + i, group, once,
-                               sums + int64_t{tile - first_tile} * plan_.tile_rows * kSumsLd + i * kW8A16Panel));
+            float* tile_sums = sums + int64_t{tile - first_tile} * plan_.tile_rows * kSumsLd + i * kW8A16Panel;
+            multiply(tile_args(tile, tile - first_tile, end_tile - first_tile, panel + i, group, tile_sums));
           }
         }
       }
@@ -135,17 +136,21 @@ class Multiplication {
     }
   }
 
-  W8A16TileArgs tile_args(int tile, int panel, int group, bool once, float* sums) const {
+  // The rows' tiles share the work of bringing the panel's next group near.
+  W8A16TileArgs tile_args(int tile, int turn, int turns, int panel, int group, float* sums) const {
     const int first_step = group * kGroupSteps;
+    const int8_t* weight = p_.weight + (int64_t{panel} * plan_.num_steps + first_step) * kW8A16StepBytes;
+    const int lines = static_cast<int>(ceil_div(kW8A16StepBytes / 64, turns));
     return {records_ + tile * plan_.tile_bytes() + first_step * w8a16_record_bytes(plan_.tile_rows),
-            p_.weight + (int64_t{panel} * plan_.num_steps + first_step) * kW8A16StepBytes,
+            weight,
             p_.factors + (int64_t{panel} * plan_.num_groups + group) * kW8A16Factors,
             sums,
             kSumsLd,
             plan_.tile_rows,
             static_cast<int>(min_of(kGroupSteps, plan_.num_steps - first_step)),
             group == 0,
-            once};
+            weight + (kGroupSteps * kW8A16StepBytes) + turn * lines * kGroupSteps * 64,
+            lines};
   }
 
   bool write(int first_tile, int end_tile, int panel, int panels, const float* sums, TileGuard& guard) const {
@@ -156,6 +161,10 @@ class Multiplication {
     if (!guard.begin_write()) return false;
     for (int r = 0; r < rows; r++) {
       Out* out = static_cast<Out*>(p_.out) + (first + r) * p_.out_stride + column;
+      // Rows lie far apart, often in a page each: they are on their way before their turn.
+      for (int j = 0; j < columns; j += 64 / static_cast<int>(sizeof(Out))) {
+        __builtin_prefetch(out + kWriteAhead * p_.out_stride + j, 1, 3);
+      }
       const VecF scale = set1(row_scales_[first + r]);
       for (int j = 0; j < columns; j += kLanes) {
         VecF value = load(sums + r * kSumsLd + j) * scale;

@@ -23,8 +23,9 @@ struct W8A16TileArgs {
   float* sums;           // [num_rows, 32], rows ld apart
   int64_t ld;
   int num_rows, num_steps;
-  bool first;  // sums are written, not added to
-  bool fetch;  // the panel is used once: what lies behind it is fetched meanwhile
+  bool first;           // sums are written, not added to
+  const int8_t* fetch;  // what is multiplied later, brought near meanwhile
+  int fetch_lines;      // a step
 };
 
 #if !defined(PE_SIMD_VNNI)
@@ -76,8 +77,6 @@ class W8A16VectorProducts {
   }
 
  private:
-  static constexpr int64_t kFetchAhead = 4 * kW8A16StepBytes;
-
   template <int R>
   static void run_rows(const W8A16TileArgs& args) {
     // Of the even groups of 4 values and, for a single row, of the odd ones: more sums than that are not needed to be busy.
@@ -90,10 +89,8 @@ class W8A16VectorProducts {
       const int8_t* weight = args.weight + step * kW8A16StepBytes;
 #pragma GCC unroll 2
       for (int g = 0; g < kW8A16Step / 4; g++) {
-        if (args.fetch) {
-          __builtin_prefetch(weight + kFetchAhead + 64 * g, 0, 3);
-          __builtin_prefetch(weight + kFetchAhead + 64 * g + 1024, 0, 3);
-        }
+        __builtin_prefetch(args.fetch + step * kW8A16StepBytes + 128 * g, 0, 3);
+        __builtin_prefetch(args.fetch + step * kW8A16StepBytes + 128 * g + 64, 0, 3);
         const __m512i w[2] = {_mm512_loadu_si512(weight + 64 * g), _mm512_loadu_si512(weight + 64 * g + 1024)};
         const int chain = g % kChains;
 #pragma GCC unroll 4

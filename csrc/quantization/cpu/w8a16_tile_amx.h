@@ -56,7 +56,6 @@ class W8A16TileProducts {
 
  private:
   static constexpr int kDelay = 3, kCalls = 4;
-  static constexpr int64_t kFetchAhead = 4 * kW8A16StepBytes;
   using Integers = int32_t[4][kW8A16TileRows * 16];  // high and low halves' sums of the first 16 columns, and of the others
 
   struct Call {
@@ -70,9 +69,8 @@ class W8A16TileProducts {
   static inline __attribute__((always_inline)) void multiply_step(const W8A16TileArgs& args, int step) {
     const uint8_t* high = args.rows + step * w8a16_record_bytes(args.num_rows);
     const int8_t* weight = args.weight + step * kW8A16StepBytes;
-    if (args.fetch) {
-      for (int line = 0; line < kW8A16StepBytes; line += 64) __builtin_prefetch(weight + kFetchAhead + line, 0, 3);
-    }
+    const int8_t* fetch = args.fetch + step * args.fetch_lines * 64;
+    for (int i = 0; i < args.fetch_lines; i++) __builtin_prefetch(fetch + 64 * i, 0, 3);
     load_tile_register<4>(high, kW8A16Step);
     load_tile_register<6>(weight, 64);
     load_tile_register<5>(high + args.num_rows * kW8A16Step, kW8A16Step);
