@@ -63,6 +63,9 @@ void define_schemas(torch::stable::detail::StableLibrary& m) {
   m.def("quantized_embedding(Tensor(a!) out, Tensor indices, Tensor packed_weight, str format) -> ()");
   m.def("pack_w8a16_weight(Tensor(a!) packed, Tensor(b!) factors, Tensor weight) -> ()");
   m.def("w8a16_linear(Tensor(a!) out, Tensor input, Tensor packed_weight, Tensor factors, Tensor? bias=None) -> ()");
+  m.def(
+      "w8a16_gated_linear(Tensor(a!) out, Tensor input, Tensor packed_weight, Tensor factors, str activation, "
+      "Tensor? bias=None) -> ()");
   m.def("w8a16_embedding(Tensor(a!) out, Tensor indices, Tensor packed_weight, Tensor factors) -> ()");
   m.def("argmax(Tensor(a!) token_ids, Tensor(b!) maxima, Tensor logits) -> ()");
 #endif

@@ -1,6 +1,7 @@
 // Arguments of the quantised matrix kernels, and the formats that they know. Strides are in elements.
 #pragma once
 #include "../common/dtype.h"
+#include "../layers/params.h"
 
 namespace pyengine {
 
@@ -90,15 +91,20 @@ struct PackW8A16Params {
 // out = input * weight^T + bias. A row of the input is rounded to q of 16 bits with scale = max |x| / 32767. A group's sum of
 // q * weight is an exact integer; it is rounded to fp32, scaled, and added to the groups before it, whatever the number of rows
 // is. A row without a magnitude above 2^-100 counts as zero; one with a NaN or an infinity gives NaN.
+//
+// Gated, the weight has twice out_features columns, in panels turn about of the gate and of what it gates, which end up as
+// out = act(gate) * up.
 struct W8A16LinearParams {
   void* out;             // [num_tokens, out_features], out_dtype
   const void* input;     // [num_tokens, in_features], dtype
   const int8_t* weight;  // packed
   const float* factors;  // the weight's
-  const void* bias;      // [out_features], dtype; or null
+  const void* bias;      // [out_features], dtype; gated: [2, out_features], the gate's first; or null
   int64_t out_stride, input_stride;
   int32_t num_tokens, in_features, out_features;
   DType dtype, out_dtype;
+  bool gated;
+  GatedActivation activation;  // kSilu or kGeluTanh
 };
 
 // out[i] = row indices[i] of the weight, dequantised.

@@ -1,4 +1,4 @@
-// pack_w8a16_weight, w8a16_linear, w8a16_embedding: checks and launch. CPU only.
+// pack_w8a16_weight, w8a16_linear, w8a16_gated_linear, w8a16_embedding: checks and launch. CPU only.
 #if !defined(PE_EMULATED)
 #include "../common/launch.h"
 #include "../common/value_checks.h"
@@ -45,9 +45,10 @@ void pack_w8a16_weight(Tensor packed, Tensor factors, const Tensor weight) {
   if (p.out_features > 0 && p.in_features > 0) cpu::launch(op, &cpu::KernelTable::pack_w8a16_weight, p);
 }
 
-// out [num_tokens, out_features]; input [num_tokens, in_features]; packed_weight, factors as above; bias [out_features]
-void w8a16_linear(Tensor out, const Tensor input, const Tensor packed_weight, const Tensor factors, OptionalTensor bias) {
-  const char* op = "w8a16_linear";
+// Everything but what `gated` says. out [num_tokens, out_features]; input [num_tokens, in_features]; packed_weight, factors as
+// above, with `columns_per_output` times the columns; bias [columns_per_output * out_features].
+W8A16LinearParams linear_params(const char* op, const Tensor& out, const Tensor& input, const Tensor& packed_weight,
+                                const Tensor& factors, const OptionalTensor& bias, int columns_per_output) {
   const TensorArg out_arg(op, "out", out, 2), input_arg(op, "input", input, 2),
       weight_arg(op, "packed_weight", packed_weight, 3), factors_arg(op, "factors", factors, 3);
   W8A16LinearParams p{};
@@ -61,14 +62,14 @@ void w8a16_linear(Tensor out, const Tensor input, const Tensor packed_weight, co
   p.out_features = out_arg.size32(1, "out_features");
   out_arg.expect_size(0, "num_tokens", p.num_tokens, "input");
   check_weight(weight_arg, factors_arg, p.in_features, "input");
-  weight_arg.expect_size(0, "panels", ceil_div(p.out_features, kW8A16Panel), "out");
+  weight_arg.expect_size(0, "panels", columns_per_output * ceil_div(p.out_features, kW8A16Panel), "out");
   out_arg.expect_dense(1);
   input_arg.expect_dense(1);
   if (bias) {
     const TensorArg bias_arg(op, "bias", *bias, 1);
     expect_same_dtype(bias_arg, bias_arg.float_dtype(kFloatTypes), input_arg, p.dtype);
     bias_arg.expect_same_device(input_arg);
-    bias_arg.expect_size(0, "out_features", p.out_features, "out");
+    bias_arg.expect_size(0, "features", int64_t{columns_per_output} * p.out_features, "out");
     bias_arg.expect_dense(0);
     p.bias = bias_arg.data();
   }
@@ -78,6 +79,27 @@ void w8a16_linear(Tensor out, const Tensor input, const Tensor packed_weight, co
   p.factors = factors_arg.data_as<float>();
   p.out_stride = out_arg.stride(0);
   p.input_stride = input_arg.stride(0);
+  return p;
+}
+
+void w8a16_linear(Tensor out, const Tensor input, const Tensor packed_weight, const Tensor factors, OptionalTensor bias) {
+  const char* op = "w8a16_linear";
+  const W8A16LinearParams p = linear_params(op, out, input, packed_weight, factors, bias, 1);
+  if (p.num_tokens > 0 && p.out_features > 0) cpu::launch(op, &cpu::KernelTable::w8a16_linear, p);
+}
+
+void w8a16_gated_linear(Tensor out, const Tensor input, const Tensor packed_weight, const Tensor factors,
+                        std::string activation, OptionalTensor bias) {
+  const char* op = "w8a16_gated_linear";
+  W8A16LinearParams p = linear_params(op, out, input, packed_weight, factors, bias, 2);
+  p.gated = true;
+  if (activation == "silu") {
+    p.activation = GatedActivation::kSilu;
+  } else if (activation == "gelu_tanh") {
+    p.activation = GatedActivation::kGeluTanh;
+  } else {
+    fail_op(op, "activation is '" + activation + "', it must be silu or gelu_tanh");
+  }
   if (p.num_tokens > 0 && p.out_features > 0) cpu::launch(op, &cpu::KernelTable::w8a16_linear, p);
 }
 
@@ -109,6 +131,7 @@ void w8a16_embedding(Tensor out, const Tensor indices, const Tensor packed_weigh
 STABLE_TORCH_LIBRARY_IMPL(pyengine, CPU, library) {
   library.impl("pack_w8a16_weight", TORCH_BOX(&pack_w8a16_weight));
   library.impl("w8a16_linear", TORCH_BOX(&w8a16_linear));
+  library.impl("w8a16_gated_linear", TORCH_BOX(&w8a16_gated_linear));
   library.impl("w8a16_embedding", TORCH_BOX(&w8a16_embedding));
 }
 

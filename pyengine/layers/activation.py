@@ -29,6 +29,8 @@ class GatedActivation:
         if hidden_act not in _ACTIVATIONS:
             raise ModelLoadError(f"hidden_act {hidden_act!r} is not supported; supported: {', '.join(_ACTIVATIONS)}")
         self._is_gelu, self._tanh = _ACTIVATIONS[hidden_act]
+        #: What products that apply it call it; None: there are none.
+        self.fused_name = None if self._is_gelu and not self._tanh else "gelu_tanh" if self._is_gelu else "silu"
         self._ops = ops
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -9,9 +9,10 @@ from itertools import accumulate, groupby
 import torch
 from torch import Tensor
 
+from pyengine.layers.activation import GatedActivation
 from pyengine.layers.checkpoint_linear import CheckpointLinear, DenseLinear, merge
 from pyengine.layers.packed_weight import PackedWeight
-from pyengine.layers.repacked_weight import pack_any
+from pyengine.layers.repacked_weight import RepackedGatedWeight, pack_any, repack_gated
 from pyengine.layers.weights import CheckpointWeight, QuantizedTensor, RepackedTensor, Weight, WeightSlot, plain
 from pyengine.ops import Ops
 
@@ -27,6 +28,7 @@ class Linear:
         in_features: columns of W.
         out_features: rows of each projection, in order.
         bias: whether the projections have one.
+        activation: of two projections of one size, the gate and what it gates: the result is act(gate) * up.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class Linear:
         ops: Ops,
         dtype: torch.dtype,
         device: torch.device,
+        activation: GatedActivation | None = None,
     ) -> None:
         self.in_features = in_features
         self.out_features = sum(out_features)
@@ -45,6 +48,8 @@ class Linear:
         self._ops, self._dtype, self._device = ops, dtype, device
         self._starts = tuple(accumulate(out_features, initial=0))  # of each projection's rows, and the end
         self._waiting: dict[int, Weight] = {}  # projections that came before the last one
+        self._activation = activation
+        self._gated: RepackedGatedWeight | None = None  # W and the activation in one
         self._packed: list[PackedWeight | CheckpointLinear | DenseLinear] = []  # W from top to bottom
         self._weight: Tensor | None = None  # [out, in]: on GPUs, where no projection is quantised
 
@@ -71,6 +76,9 @@ class Linear:
             for start, end, weight in zip(self._starts, self._starts[1:], weights, strict=False):
                 self._weight[start:end].copy_(plain(weight))
             return
+        self._gated = repack_gated(weights, self._activation, self._ops)
+        if self._gated is not None:
+            return
         self._packed = [part for _, group in groupby(weights, _form) for part in self._pack(list(group))]
 
     def _pack(self, weights: list[Weight]) -> Sequence[PackedWeight | CheckpointLinear | DenseLinear]:
@@ -90,8 +98,16 @@ class Linear:
             out_dtype: x's by default; may be fp32.
 
         Returns:
-            [num_tokens, out].
+            [num_tokens, out]; with an activation [num_tokens, out / 2].
         """
+        if self._gated is not None:
+            out = torch.empty(x.shape[0], self.out_features // 2, dtype=out_dtype or x.dtype)
+            self._gated.multiply(out, x, self.bias)
+            return out
+        out = self._products(x, out_dtype)
+        return out if self._activation is None else self._activation(out)
+
+    def _products(self, x: Tensor, out_dtype: torch.dtype | None) -> Tensor:
         if self._weight is not None:
             out = torch.nn.functional.linear(x, self._weight, self.bias)
             return out if out_dtype is None else out.to(out_dtype)

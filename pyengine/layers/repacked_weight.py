@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from pyengine.layers.activation import GatedActivation
 from pyengine.layers.packed_weight import PackedWeight, QuantizedPanels, pack
 from pyengine.layers.weights import RepackedTensor, Weight
 from pyengine.ops import Ops
@@ -51,6 +52,38 @@ class RepackedWeight:
         return out
 
 
+class RepackedGatedWeight:
+    """Two weights [out, in], of a gate and of what it gates, in panels turn about: act(x gate^T) * (x up^T) is one product.
+
+    Args:
+        data: int8 [2 * out / 32, ceil(in / 64), 2048].
+        factors: fp32 [2 * out / 32, ceil(in / 256), 64].
+        activation: silu or gelu_tanh.
+    """
+
+    def __init__(self, data: Tensor, factors: Tensor, activation: str, ops: Ops) -> None:
+        self.data, self.factors, self.activation = data, factors, activation
+        self._ops = ops
+
+    def multiply(self, out: Tensor, x: Tensor, bias: Tensor | None) -> None:
+        """out [num_tokens, out] from x [num_tokens, in] and bias [2 * out], the gate's first."""
+        self._ops.w8a16_gated_linear(out, x, self.data, self.factors, self.activation, bias)
+
+
+def repack_gated(weights: Sequence[Weight], activation: GatedActivation | None, ops: Ops) -> RepackedGatedWeight | None:
+    """One weight of gate and up; None where there is no activation, none that the product applies, or no whole panels."""
+    repacked = [weight for weight in weights if isinstance(weight, RepackedTensor)]
+    if activation is None or activation.fused_name is None or len(repacked) != 2 or repacked[0].shape[0] % _PANEL:
+        return None
+    gate, up = (_dequantized([weight], ops) for weight in repacked)
+    pairs = (
+        torch.stack([a.unflatten(0, (-1, _PANEL)), b.unflatten(0, (-1, _PANEL))], 1) for a, b in zip(gate, up, strict=True)
+    )
+    shape = (2 * repacked[0].shape[0], repacked[0].shape[1])
+    data, factors = _packed((pair.flatten(0, 2) for pair in pairs), shape, ops)
+    return RepackedGatedWeight(data, factors, activation.fused_name, ops)
+
+
 def pack_any(weights: Sequence[Weight], ops: Ops, dtype: torch.dtype) -> PackedWeight:
     """Pack projections [out, in] of one form, one after another: repacked ones, or what `pack` takes."""
     repacked = [weight for weight in weights if isinstance(weight, RepackedTensor)]
@@ -60,15 +93,21 @@ def pack_any(weights: Sequence[Weight], ops: Ops, dtype: torch.dtype) -> PackedW
 def repack(weights: Sequence[RepackedTensor], ops: Ops, dtype: torch.dtype) -> PackedWeight:
     """Repack projections [out, in] of any formats, one after another, into one weight."""
     shape = (sum(weight.shape[0] for weight in weights), weights[0].shape[1])
+    data, factors = _packed(_whole_panels(_dequantized(weights, ops)), shape, ops)
+    return RepackedWeight(data, factors, shape, ops, dtype)
+
+
+def _packed(parts: Iterator[Tensor], shape: tuple[int, int], ops: Ops) -> tuple[Tensor, Tensor]:
+    """Data and factors of a weight of `shape`, whose rows come in parts of whole panels but for the last."""
     num_panels = -(-shape[0] // _PANEL)
     data = _MEMORY.empty((num_panels, -(-shape[1] // _STEP), _STEP_BYTES), torch.int8)
     factors = _MEMORY.empty((num_panels, -(-shape[1] // _GROUP), _FACTORS), torch.float32)
     panel = 0
-    for values in _whole_panels(_dequantized(weights, ops)):
+    for values in parts:
         end = panel + -(-len(values) // _PANEL)
         ops.pack_w8a16_weight(data[panel:end], factors[panel:end], values)
         panel = end
-    return RepackedWeight(data, factors, shape, ops, dtype)
+    return data, factors
 
 
 def _dequantized(weights: Sequence[RepackedTensor], ops: Ops) -> Iterator[Tensor]:

@@ -43,8 +43,18 @@ class _Context:
     dtype: torch.dtype
     device: torch.device
 
-    def linear(self, in_features: int, out_features: Sequence[int], bias: bool) -> Linear:
-        return Linear(in_features, out_features, bias=bias, ops=self.ops, dtype=self.dtype, device=self.device)
+    def linear(
+        self, in_features: int, out_features: Sequence[int], bias: bool, activation: GatedActivation | None = None
+    ) -> Linear:
+        return Linear(
+            in_features,
+            out_features,
+            bias=bias,
+            ops=self.ops,
+            dtype=self.dtype,
+            device=self.device,
+            activation=activation,
+        )
 
     def rms_norm(self, size: int) -> RMSNorm:
         return RMSNorm(size, self.arch.rms_norm_eps, ops=self.ops, dtype=self.dtype, device=self.device)
@@ -95,8 +105,8 @@ class LlamaMLP:
     def __init__(self, context: _Context) -> None:
         arch = context.arch
         sizes = (arch.intermediate_size, arch.intermediate_size)
-        self.gate_up_proj = context.linear(arch.hidden_size, sizes, arch.mlp_bias)
-        self.activation = GatedActivation(arch.hidden_act, ops=context.ops)
+        activation = GatedActivation(arch.hidden_act, ops=context.ops)
+        self.gate_up_proj = context.linear(arch.hidden_size, sizes, arch.mlp_bias, activation)
         self.down_proj = context.linear(arch.intermediate_size, (arch.hidden_size,), arch.mlp_bias)
 
     def weight_slots(self, name: str) -> Iterator[WeightSlot]:
@@ -105,7 +115,7 @@ class LlamaMLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [num_tokens, hidden_size] -> [num_tokens, hidden_size]."""
-        return self.down_proj(self.activation(self.gate_up_proj(x)))
+        return self.down_proj(self.gate_up_proj(x))
 
 
 class LlamaDecoderLayer:

@@ -36,6 +36,7 @@ from pyengine.ops._signatures import (
     SiluAndMul,
     SwapBlocks,
     W8A16Embedding,
+    W8A16GatedLinear,
     W8A16Linear,
 )
 
@@ -78,6 +79,7 @@ class Ops:
     quantized_embedding: QuantizedEmbedding
     pack_w8a16_weight: PackW8A16Weight
     w8a16_linear: W8A16Linear
+    w8a16_gated_linear: W8A16GatedLinear
     w8a16_embedding: W8A16Embedding
     argmax: Argmax
 

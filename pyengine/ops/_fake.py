@@ -40,6 +40,7 @@ CPU_OPS: tuple[str, ...] = (
     "quantized_embedding",
     "pack_w8a16_weight",
     "w8a16_linear",
+    "w8a16_gated_linear",
     "w8a16_embedding",
     "argmax",
 )

@@ -449,6 +449,28 @@ class W8A16Linear(Protocol):
         """
 
 
+class W8A16GatedLinear(Protocol):
+    def __call__(
+        self,
+        out: Tensor,
+        input: Tensor,
+        packed_weight: Tensor,
+        factors: Tensor,
+        activation: str,
+        bias: Tensor | None = None,
+    ) -> None:
+        """out = act(input gate^T) * (input up^T), products as `w8a16_linear` has them. CPU only.
+
+        Args:
+            out: [num_tokens, out_features], written; in input's type or fp32.
+            input: [num_tokens, in_features], the token stride free.
+            packed_weight: of panels turn about of gate and up, 2 ceil(out_features / 32) in all; see `pack_w8a16_weight`.
+            factors: packed_weight's.
+            activation: silu or gelu_tanh.
+            bias: [2 * out_features], the gate's first.
+        """
+
+
 class W8A16Embedding(Protocol):
     def __call__(self, out: Tensor, indices: Tensor, packed_weight: Tensor, factors: Tensor) -> None:
         """out[i] = row indices[i] of the weight, dequantised. CPU only.

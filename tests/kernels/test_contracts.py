@@ -185,6 +185,14 @@ def sample_inputs(namespace: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
             torch.rand(2, 1, 64),
             torch.randn(40),
         ),
+        "w8a16_gated_linear": lambda: (
+            torch.empty(3, 32),
+            torch.randn(3, 140),
+            torch.ones(2, 3, 2048, dtype=torch.int8),
+            torch.rand(2, 1, 64),
+            "silu",
+            torch.randn(64),
+        ),
         "w8a16_embedding": lambda: (
             torch.empty(3, 140),
             torch.tensor([0, 7, 39]),

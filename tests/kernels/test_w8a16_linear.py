@@ -230,6 +230,36 @@ def test_tiny_activations(quantized_backend: KernelBackend) -> None:
         assert torch.equal(multiply(quantized_backend, x * factor, packed, 16), unit * expected)
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "dtype"), [(1, 64, 300, FP32), (2, 32, 64, BF16), (3, 96, 576, FP16), (70, 160, 300, FP32)]
+)
+def test_gated_is_the_product_and_the_activation(
+    quantized_backend: KernelBackend, rows: int, n: int, k: int, dtype: torch.dtype, activation: str
+) -> None:
+    """The same bits, where neither rounds what lies between."""
+    ops = quantized_backend.ops
+    torch.manual_seed(rows)
+    x, gate, up, bias = (
+        strided_rows(rows, k, dtype, padding=2),
+        torch.randn(n, k),
+        torch.randn(n, k),
+        torch.randn(2 * n).to(dtype),
+    )
+    products = poison(rows, 2 * n, dtype=FP32)
+    ops.w8a16_linear(products, x, *pack(quantized_backend, torch.cat([gate, up])), bias)
+    expected = poison(rows, n, dtype=FP32)
+    if activation == "silu":
+        ops.silu_and_mul(expected, products)
+    else:
+        ops.gelu_and_mul(expected, products, True)
+    panels = torch.stack([gate.unflatten(0, (-1, 32)), up.unflatten(0, (-1, 32))], 1).flatten(0, 2)
+    out = poison(rows, n + 3, dtype=FP32)
+    ops.w8a16_gated_linear(out[:, :n], x, *pack(quantized_backend, panels), activation, bias)
+    assert_same_bits(out[:, :n], expected)
+    assert out[:, n:].isnan().all()
+
+
 def test_nothing_to_do(quantized_backend: KernelBackend) -> None:
     packed, factors = pack(quantized_backend, torch.randn(20, 64))
     ops = quantized_backend.ops

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pyengine.layers.linear import Linear
 from pyengine.layers.packed_weight import QuantizedPanels
-from pyengine.layers.repacked_weight import RepackedWeight
+from pyengine.layers.repacked_weight import RepackedGatedWeight, RepackedWeight
 from pyengine.loader.checkpoint import open_checkpoint
 from pyengine.loader.tokenizer import load_tokenizer
 
@@ -140,9 +140,23 @@ def test_repacked_projections_become_one_product(wide_llama: Path, tmp_path: Pat
     kinds = {"attn_v": "Q6_K", "ffn_down": "Q5_K", "output.weight": "Q6_K", "blk.1.attn_q": "Q8_0"}
     model = check_repacked(write_gguf(tmp_path / "model.gguf", wide_llama, "Q4_K", kinds=kinds))
     for layer in model.layers:
-        for linear in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj):
+        for linear in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.down_proj):
             (packed,) = linear._packed
             assert isinstance(packed, RepackedWeight)
+        assert isinstance(layer.mlp.gate_up_proj._gated, RepackedGatedWeight)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fused"),
+    [({"hidden_act": "gelu_pytorch_tanh"}, True), ({"hidden_act": "gelu"}, False), ({"intermediate_size": 80}, False)],
+)
+def test_repacked_gates(sizes: dict[str, Any], fused: bool, tmp_path: Path) -> None:
+    """The product applies most activations, where gate and up are of whole panels; others are an op of their own."""
+    folder = make_model(tmp_path / "hf", with_tokenizer=False, **sizes)
+    runners = [PagedRunner(folder, quantization=scheme, repack=scheme is not None) for scheme in ("int8", None)]
+    repacked, exact = (runner.step({"a": ids(20)})["a"] for runner in runners)
+    assert 0 < (repacked - exact).norm() < 0.1 * exact.norm()
+    assert (runners[0].model.layers[0].mlp.gate_up_proj._gated is not None) == fused
 
 
 def test_repacked_projections_beside_a_plain_one(wide_llama: Path, tmp_path: Path) -> None:

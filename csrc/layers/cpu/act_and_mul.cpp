@@ -2,27 +2,15 @@
 #include <cmath>
 
 #include "../../cpu/parallel.h"
-#include "../../cpu/simd.h"
 #include "../../cpu/with_type.h"
 #include "../params.h"
+#include "activations.h"
 
 namespace pyengine::cpu {
 namespace PE_ISA {
 namespace {
 
 constexpr int kElementsPerUnit = 4096;  // of a row, for a thread
-
-struct Silu {
-  static VecF apply(VecF x) { return x / (set1(1.0f) + exp(zero() - x)); }
-};
-
-// x / 2 (1 + tanh(u)) = x / (1 + e^-2u), u = sqrt(2 / pi) (x + 0.044715 x^3) (Hendrycks and Gimpel, 2016).
-struct GeluTanh {
-  static VecF apply(VecF x) {
-    const VecF u = x * set1(0.7978845608f) * fma(x * x, set1(0.044715f), set1(1.0f));
-    return x / (set1(1.0f) + exp(u * set1(-2.0f)));
-  }
-};
 
 // x Phi(x); the error function element by element: models that use it are rare.
 struct Gelu {

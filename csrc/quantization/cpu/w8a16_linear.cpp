@@ -4,6 +4,7 @@
 // first-level cache while the rows pass by, and the rows' sums in the second.
 #include "../../cpu/parallel.h"
 #include "../../cpu/with_type.h"
+#include "../../layers/cpu/activations.h"
 #include "w8a16_tile.h"
 #if defined(PE_SIMD_AMX)
 #include "w8a16_tile_amx.h"
@@ -50,7 +51,7 @@ struct Plan {
     num_blocks = static_cast<int>(ceil_div(num_tiles, max_of(1, kRowBlockBytes / max_of(1, tile_bytes()))));
     block_tiles = static_cast<int>(ceil_div(num_tiles, num_blocks));
     num_blocks = static_cast<int>(ceil_div(num_tiles, block_tiles));
-    num_panels = static_cast<int>(ceil_div(p.out_features, kW8A16Panel));
+    num_panels = static_cast<int>(ceil_div(p.out_features, kW8A16Panel)) * (p.gated ? 2 : 1);
     const int64_t products = int64_t{block_tiles} * tile_rows * p.in_features * kW8A16Panel;
     const int64_t enough = ceil_div(kUnitProducts, max_of(1, products));
     const int64_t even = ceil_div(int64_t{num_panels} * num_blocks, int64_t{kUnitsPerThread} * get_num_threads());
@@ -117,17 +118,23 @@ class Multiplication {
     const int first_tile = block * plan_.block_tiles;
     const int end_tile = static_cast<int>(min_of(plan_.num_tiles, int64_t{first_tile} + plan_.block_tiles));
     const int end_panel = static_cast<int>(min_of(plan_.num_panels, int64_t{part + 1} * plan_.unit_panels));
-    const bool once = end_tile - first_tile == 1;  // then weights are best read in one stream
-    const int step = once ? 1 : kPanels;
     const int64_t sums_bytes = int64_t{plan_.block_tiles} * plan_.tile_rows * kSumsLd * static_cast<int64_t>(sizeof(float));
     float* sums = static_cast<float*>(thread_scratch(static_cast<size_t>(sums_bytes)));
-    for (int panel = part * plan_.unit_panels; panel < end_panel; panel += step) {
-      const int panels = static_cast<int>(min_of(step, end_panel - panel));
-      for (int group = 0; group < plan_.num_groups; group++) {
-        for (int tile = first_tile; tile < end_tile; tile++) {
-          for (int i = 0; i < panels; i++) {
-            float* tile_sums = sums + int64_t{tile - first_tile} * plan_.tile_rows * kSumsLd + i * kW8A16Panel;
-            multiply(tile_args(tile, tile - first_tile, end_tile - first_tile, panel + i, group, tile_sums));
+    const bool once = end_tile - first_tile == 1;  // then weights are best read in one stream
+    const auto multiply_tile = [&](int tile, int panel, int i, int group) {
+      float* tile_sums = sums + int64_t{tile - first_tile} * plan_.tile_rows * kSumsLd + i * kW8A16Panel;
+      multiply(tile_args(tile, tile - first_tile, end_tile - first_tile, panel + i, group, tile_sums));
+    };
+    for (int panel = part * plan_.unit_panels; panel < end_panel; panel += kPanels) {
+      const int panels = static_cast<int>(min_of(kPanels, end_panel - panel));
+      if (once) {
+        for (int i = 0; i < panels; i++) {
+          for (int group = 0; group < plan_.num_groups; group++) multiply_tile(first_tile, panel, i, group);
+        }
+      } else {
+        for (int group = 0; group < plan_.num_groups; group++) {
+          for (int tile = first_tile; tile < end_tile; tile++) {
+            for (int i = 0; i < panels; i++) multiply_tile(tile, panel, i, group);
           }
         }
       }
@@ -154,9 +161,10 @@ class Multiplication {
   }
 
   bool write(int first_tile, int end_tile, int panel, int panels, const float* sums, TileGuard& guard) const {
-    const int first = first_tile * plan_.tile_rows, column = panel * kW8A16Panel;
+    const int first = first_tile * plan_.tile_rows;
+    const int column = (p_.gated ? panel / 2 : panel) * kW8A16Panel;
     const int rows = static_cast<int>(min_of(plan_.num_tokens, int64_t{end_tile} * plan_.tile_rows)) - first;
-    const int columns = static_cast<int>(min_of(panels * kW8A16Panel, p_.out_features - column));
+    const int columns = static_cast<int>(min_of((p_.gated ? 1 : panels) * kW8A16Panel, p_.out_features - column));
     const In* bias = p_.bias != nullptr ? static_cast<const In*>(p_.bias) + column : nullptr;
     if (!guard.begin_write()) return false;
     for (int r = 0; r < rows; r++) {
@@ -169,6 +177,11 @@ class Multiplication {
       for (int j = 0; j < columns; j += kLanes) {
         VecF value = load(sums + r * kSumsLd + j) * scale;
         if (bias != nullptr) value += load_partial(bias + j, columns - j);
+        if (p_.gated) {
+          VecF up = load(sums + r * kSumsLd + kW8A16Panel + j) * scale;
+          if (bias != nullptr) up += load_partial(bias + p_.out_features + j, columns - j);
+          value = (p_.activation == GatedActivation::kSilu ? Silu::apply(value) : GeluTanh::apply(value)) * up;
+        }
         store_partial(out + j, value, columns - j);
       }
     }
