@@ -1,4 +1,4 @@
-// Softmax of a row's logits in a partition, in one piece. Weights come out rounded to bf16; their sum is that of the exact ones.
+// Softmax of a row's logits in a partition, in one piece. Weights come out rounded to bf16, their sum before they are.
 #pragma once
 #include "bf16_tiles.h"
 #include "softmax.h"
