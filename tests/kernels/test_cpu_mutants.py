@@ -25,6 +25,9 @@ _AMX_SOFTMAX, _FEW_ROWS = "csrc/attention/cpu/softmax_amx.h", "csrc/attention/cp
 _KEYS, _LAUNCH = "csrc/attention/cpu/key_block.h", "csrc/attention/cpu/paged_attention.cpp"
 _LINEAR, _GEMM = "csrc/layers/cpu/linear.cpp", "csrc/cpu/gemm_tile.h"
 _RESHAPE, _COPY = "csrc/cache/cpu/reshape_and_cache.cpp", "csrc/cache/cpu/copy_blocks.cpp"
+_ACTIVATIONS, _W8A16 = "csrc/layers/cpu/activations.h", "csrc/quantization/cpu/w8a16_linear.cpp"
+_W8A16_TILE, _W8A16_AMX = "csrc/quantization/cpu/w8a16_tile.h", "csrc/quantization/cpu/w8a16_tile_amx.h"
+_W8A16_WEIGHT = "csrc/quantization/cpu/w8a16_weight.cpp"
 _NORM, _ROTARY, _ACT = "csrc/layers/cpu/rms_norm.cpp", "csrc/layers/cpu/rotary.h", "csrc/layers/cpu/act_and_mul.cpp"
 
 
@@ -161,8 +164,37 @@ MUTANTS = [
     ),
     Mutant("rotation backwards", _ROTARY, "fnma(b, s, a * c)", "fma(b, s, a * c)", "layer_ops"),
     Mutant("pairs as halves", _ROTARY, "if (is_neox)", "if (true)", "layer_ops"),
-    Mutant("gelu without the cubic term", _ACT, "set1(0.044715f)", "set1(0.0f)", "layer_ops"),
+    Mutant("gelu without the cubic term", _ACTIVATIONS, "set1(0.044715f)", "set1(0.0f)", "layer_ops"),
     Mutant("up from the gate's half", _ACT, "load_partial(gate + p.d + i", "load_partial(gate + i", "layer_ops"),
+    Mutant("a later group overwrites", _W8A16, "            group == 0,", "            true,", "w8a16_linear"),
+    Mutant(
+        "the gate's bias for both", _W8A16, "load_partial(bias + p_.out_features + j", "load_partial(bias + j", "w8a16_linear"
+    ),
+    Mutant("sums of a column's integers missing", _W8A16_WEIGHT, "sum += whole[j];", "", "w8a16_linear"),
+    Mutant(
+        "half of the bias taken back",
+        _W8A16_TILE,
+        "_mm512_slli_epi32(sum, 7)",
+        "_mm512_slli_epi32(sum, 6)",
+        "w8a16_linear",
+        "avx512_vnni",
+    ),
+    Mutant(
+        "last tile of integers forgotten",
+        _W8A16_AMX,
+        "for (int i = 0; i < kDelay; i++, calls_++)",
+        "for (int i = 1; i < kDelay; i++, calls_++)",
+        "w8a16_linear",
+        "amx",
+    ),
+    Mutant(
+        "high bytes of vectors for tiles",
+        _W8A16,
+        "plan_.in_vectors() ? kVectorHighBias : 0",
+        "kVectorHighBias",
+        "w8a16_linear",
+        "amx",
+    ),
 ]
 
 
