@@ -7,7 +7,7 @@ predictions are as close to those of the unquantised model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,13 +16,13 @@ from pyengine.layers.activation import GatedActivation
 from pyengine.layers.packed_weight import PackedWeight, QuantizedPanels, pack
 from pyengine.layers.weights import RepackedTensor, Weight
 from pyengine.ops import Ops
-from pyengine.ops.host_memory import ChunkAllocator
+from pyengine.ops.host_memory import ChunkAllocator, empty_pages
 
 _MEMORY = ChunkAllocator()
 
 # kW8A16Panel, kW8A16Step, kW8A16Group, kW8A16StepBytes and kW8A16Factors in csrc/quantization/params.h
 _PANEL, _STEP, _GROUP, _STEP_BYTES, _FACTORS = 32, 64, 256, 2048, 64
-#: Rows that are floats at a time, on their way from one form to the other.
+#: Rows that are floats at a time, on their way from one form to the other; whole panels of gate and up.
 _ROWS = 1024
 
 
@@ -75,13 +75,29 @@ def repack_gated(weights: Sequence[Weight], activation: GatedActivation | None, 
     repacked = [weight for weight in weights if isinstance(weight, RepackedTensor)]
     if activation is None or activation.fused_name is None or len(repacked) != 2 or repacked[0].shape[0] % _PANEL:
         return None
-    gate, up = (_dequantized([weight], ops) for weight in repacked)
-    pairs = (
-        torch.stack([a.unflatten(0, (-1, _PANEL)), b.unflatten(0, (-1, _PANEL))], 1) for a, b in zip(gate, up, strict=True)
-    )
-    shape = (2 * repacked[0].shape[0], repacked[0].shape[1])
-    data, factors = _packed((pair.flatten(0, 2) for pair in pairs), shape, ops)
-    return RepackedGatedWeight(data, factors, activation.fused_name, ops)
+    num_rows, in_features = repacked[0].shape
+    packing = _Packing((2 * num_rows, in_features), ops)
+    part = empty_pages((_ROWS // 2, in_features), torch.float32)
+    for start in range(0, num_rows, len(part)):
+        count = min(len(part), num_rows - start)
+        panels = packing.take(2 * count).view(-1, 2, _PANEL, in_features)
+        for which, weight in enumerate(repacked):
+            _dequantize(weight, start, part[:count], ops)
+            panels[:, which].copy_(part[:count].unflatten(0, (-1, _PANEL)))
+    return RepackedGatedWeight(*packing.finish(), activation.fused_name, ops)
+
+
+def repack(weights: Sequence[RepackedTensor], ops: Ops, dtype: torch.dtype) -> PackedWeight:
+    """Repack projections [out, in] of any formats, one after another, into one weight."""
+    shape = (sum(weight.shape[0] for weight in weights), weights[0].shape[1])
+    packing = _Packing(shape, ops)
+    for weight in weights:
+        start = 0
+        while start < weight.shape[0]:
+            rows = packing.take(min(packing.room, weight.shape[0] - start))
+            _dequantize(weight, start, rows, ops)
+            start += len(rows)
+    return RepackedWeight(*packing.finish(), shape, ops, dtype)
 
 
 def pack_any(weights: Sequence[Weight], ops: Ops, dtype: torch.dtype) -> PackedWeight:
@@ -90,48 +106,46 @@ def pack_any(weights: Sequence[Weight], ops: Ops, dtype: torch.dtype) -> PackedW
     return repack(repacked, ops, dtype) if repacked else pack(weights, ops, dtype)
 
 
-def repack(weights: Sequence[RepackedTensor], ops: Ops, dtype: torch.dtype) -> PackedWeight:
-    """Repack projections [out, in] of any formats, one after another, into one weight."""
-    shape = (sum(weight.shape[0] for weight in weights), weights[0].shape[1])
-    data, factors = _packed(_whole_panels(_dequantized(weights, ops)), shape, ops)
-    return RepackedWeight(data, factors, shape, ops, dtype)
+class _Packing:
+    """Packs rows that come in order, some at a time. What is only needed meanwhile goes back to the system, not to the heap.
+
+    Args:
+        shape: (out, in) of the weight.
+    """
+
+    def __init__(self, shape: tuple[int, int], ops: Ops) -> None:
+        num_panels = -(-shape[0] // _PANEL)
+        self._data = _MEMORY.empty((num_panels, -(-shape[1] // _STEP), _STEP_BYTES), torch.int8)
+        self._factors = _MEMORY.empty((num_panels, -(-shape[1] // _GROUP), _FACTORS), torch.float32)
+        self._rows = empty_pages((min(_ROWS, num_panels * _PANEL), shape[1]), torch.float32)
+        self._filled = self._panel = 0
+        self._ops = ops
+
+    @property
+    def room(self) -> int:
+        """Rows that may be taken at once."""
+        return len(self._rows) - (self._filled % len(self._rows))
+
+    def take(self, count: int) -> Tensor:
+        """The next `count` rows, fp32 [count, in], for the caller to fill before the next call."""
+        if self._filled == len(self._rows):
+            self._pack()
+        self._filled += count
+        return self._rows[self._filled - count : self._filled]
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """Data and factors of the whole weight."""
+        self._pack()
+        return self._data, self._factors
+
+    def _pack(self) -> None:
+        end = self._panel + -(-self._filled // _PANEL)
+        self._ops.pack_w8a16_weight(self._data[self._panel : end], self._factors[self._panel : end], self._rows[: self._filled])
+        self._panel, self._filled = end, 0
 
 
-def _packed(parts: Iterator[Tensor], shape: tuple[int, int], ops: Ops) -> tuple[Tensor, Tensor]:
-    """Data and factors of a weight of `shape`, whose rows come in parts of whole panels but for the last."""
-    num_panels = -(-shape[0] // _PANEL)
-    data = _MEMORY.empty((num_panels, -(-shape[1] // _STEP), _STEP_BYTES), torch.int8)
-    factors = _MEMORY.empty((num_panels, -(-shape[1] // _GROUP), _FACTORS), torch.float32)
-    panel = 0
-    for values in parts:
-        end = panel + -(-len(values) // _PANEL)
-        ops.pack_w8a16_weight(data[panel:end], factors[panel:end], values)
-        panel = end
-    return data, factors
-
-
-def _dequantized(weights: Sequence[RepackedTensor], ops: Ops) -> Iterator[Tensor]:
-    """All rows in order, some at a time: fp32 [rows, in]."""
-    for weight in weights:
-        blocks = weight.source.blocks
-        for start in range(0, len(blocks), _ROWS):
-            part = blocks[start : start + _ROWS]
-            panels = QuantizedPanels.pack([part], weight.source.format, ops, torch.float32, _temporary)
-            yield panels.rows(torch.arange(len(part)))
-
-
-def _temporary(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype)
-
-
-def _whole_panels(parts: Iterator[Tensor]) -> Iterator[Tensor]:
-    """The same rows in parts of whole panels, but for the last."""
-    rest: Tensor | None = None
-    for part in parts:
-        rows = part if rest is None else torch.cat([rest, part])
-        whole = len(rows) // _PANEL * _PANEL
-        rest = rows[whole:] if whole < len(rows) else None
-        if whole:
-            yield rows[:whole]
-    if rest is not None:
-        yield rest
+def _dequantize(weight: RepackedTensor, start: int, out: Tensor, ops: Ops) -> None:
+    """Rows from `start` on to out, fp32 [rows, in]."""
+    blocks = weight.source.blocks[start : start + len(out)]
+    panels = QuantizedPanels.pack([blocks], weight.source.format, ops, torch.float32, empty_pages)
+    ops.quantized_embedding(out, torch.arange(len(out)), panels.data, weight.source.format)
