@@ -62,7 +62,8 @@ class Batch:
 
 
 #: What a step runs beside the kernels whose limits are of interest.
-_LOOKUPS = ("quantized_embedding", "copy", "gather", "argmax")
+_LOOKUPS = ("quantized_embedding", "w8a16_embedding", "copy", "gather", "argmax")
+_EMBEDDINGS = ("quantized_embedding", "w8a16_embedding")
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,17 @@ class Cost:
     label: str
     num_bytes: float
     operations: float
-    kind: str  # int8 or fp32
+    kind: str  # int8, bf16 or fp32
+
+
+def _w8a16_cost(op: str, tensors: Sequence[Tensor], batch: Batch, vocab_size: int) -> Cost:
+    """A product of 16 and 8 bits is two of bytes. A gated product has two outputs for each that it writes."""
+    out, x, weight, factors = tensors[:4]
+    rows = batch.num_seqs if out.shape[1] == vocab_size else batch.num_tokens
+    outputs = out.shape[1] * (2 if op == "w8a16_gated_linear" else 1)
+    weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (weight, factors))
+    moved = weight_bytes + rows * sum(tensor.shape[1] * tensor.element_size() for tensor in (out, x))
+    return Cost(f"{op} {x.shape[1]} to {outputs}", moved, 4.0 * rows * x.shape[1] * outputs, "int8")
 
 
 def cost(op: str, args: Sequence[Any], batch: Batch, vocab_size: int) -> Cost:
@@ -83,6 +94,8 @@ def cost(op: str, args: Sequence[Any], batch: Batch, vocab_size: int) -> Cost:
     def row_bytes(tensor: Tensor) -> int:
         return tensor[0].numel() * tensor.element_size()
 
+    if op in ("w8a16_linear", "w8a16_gated_linear"):
+        return _w8a16_cost(op, tensors, batch, vocab_size)
     if op in ("linear", "quantized_linear"):
         out, x, weight = tensors[:3]
         rows = batch.num_seqs if out.shape[1] == vocab_size else rows
@@ -97,7 +110,8 @@ def cost(op: str, args: Sequence[Any], batch: Batch, vocab_size: int) -> Cost:
         last = batch.context + batch.query_len
         seen = sum(range(batch.context + 1, last + 1))  # keys, summed over a sequence's query tokens
         moved = batch.num_seqs * last * kv_bytes + rows * (row_bytes(out) + row_bytes(query))
-        return Cost(op, moved, 4.0 * batch.num_seqs * seen * num_heads * head_dim, "fp32")
+        kind = "bf16" if k_cache.dtype == torch.bfloat16 else "fp32"
+        return Cost(op, moved, 4.0 * batch.num_seqs * seen * num_heads * head_dim, kind)
     # The rest streams rows once in and once out; its arithmetic is no matter. Caches and tables are not rows.
     moved = rows * sum(row_bytes(tensor) for tensor in tensors if tensor.dim() > 1 and tensor.dtype.is_floating_point)
     if op in ("reshape_and_cache", "rotary_embedding", "rotary_reshape_and_cache"):
@@ -140,7 +154,7 @@ class Profiler:
         trace.calls.clear()
         caches = [pool.layer(index) for index in range(checkpoint.arch.num_layers)]
         self._runner = ReplayedStepRunner(model, caches, max_num_tokens=max_tokens, max_num_rows=max_tokens)
-        self._calls = [call for call in trace.calls if call[0] != "quantized_embedding"]
+        self._calls = [call for call in trace.calls if call[0] not in _EMBEDDINGS]
 
     def runs(self, batch: Batch, repeats: int, after_each: Callable[[], None]) -> list[list[tuple[str, float]]]:
         """Each run's kernels in order, and their seconds."""
@@ -264,13 +278,15 @@ def best(seen: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
 
 
 def chosen(limits: dict[str, Any], isa: str, int8: str | None) -> dict[str, float]:
-    """The limits that kernels of this instruction set have."""
+    """The limits that kernels of this instruction set have. A tile has half as many products of bf16 as of bytes."""
     fp32 = limits["fp32_ops_per_s"]
     products = limits["int8_ops_per_s"]
     int8 = int8 or ("amx" if "amx" in isa else isa)
+    single = fp32["avx512"] if isa.startswith(("avx512", "amx")) and "avx512" in fp32 else fp32["avx2"]
     return {
         "bytes": limits["read_bytes_per_s"],
-        "fp32": fp32["avx512"] if isa.startswith("avx512") and "avx512" in fp32 else fp32["avx2"],
+        "fp32": single,
+        "bf16": products["amx"] / 2 if isa == "amx" and "amx" in products else single,
         "int8": products.get(int8, products["avx2"]),
     }
 
