@@ -366,6 +366,7 @@ def parse_flags() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder for profile.json and profile.png")
     parser.add_argument("--model", help="GGUF file or Hugging Face folder; the default model by default")
     parser.add_argument("--quantization", help="as the engine takes it")
+    parser.add_argument("--repack", default="auto", choices=("auto", "none", "int8"), help="as the engine takes it")
     parser.add_argument("--decode", type=int, nargs="*", default=[1, 64], help="batch sizes of decode steps")
     parser.add_argument("--prefill", type=int, nargs="*", default=[512], help="lengths of prompts, one in a step")
     parser.add_argument("--context", type=int, default=128, help="tokens before a decode step's")
@@ -378,7 +379,7 @@ def parse_flags() -> argparse.Namespace:
 def main() -> None:
     flags = parse_flags()
     flags.out.mkdir(parents=True, exist_ok=True)
-    settings = {"model": flags.model, "device": "cpu", "quantization": flags.quantization}
+    settings = {"model": flags.model, "device": "cpu", "quantization": flags.quantization, "repack": flags.repack}
     batches = [Batch(count, 1, flags.context) for count in flags.decode] + [Batch(1, length, 0) for length in flags.prefill]
     machine = describe()
     profiler = Profiler(

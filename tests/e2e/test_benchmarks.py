@@ -25,14 +25,15 @@ def run_benchmark(name: str, *arguments: object) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(1300)
 def test_the_default_model_keeps_its_predictions(tmp_path: Path) -> None:
-    """On 2,048 tokens of real text: Q4_1 and Q8_0 weights, 8-bit activations and a bfloat16 cache against fp32."""
+    """On 2,048 tokens of real text: Q4_1 and Q8_0 weights, as they are or repacked, and a bfloat16 cache against fp32."""
     out = tmp_path / "quality.json"
-    run_benchmark("quality", "--tokens", 2048, "--variant", "default:", "--out", out)
-    figures = json.loads(out.read_text())["variants"]["default"]
-    assert figures["positions"] == 2046
-    assert figures["mean_kl"] < 0.01
-    assert abs(figures["perplexity_change"]) < 0.01
-    assert figures["same_top_1"] > 0.95
+    variants = ("--variant", "blocks:repack=none", "--variant", "repacked:repack=int8")
+    run_benchmark("quality", "--tokens", 2048, *variants, "--out", out)
+    for figures in json.loads(out.read_text())["variants"].values():
+        assert figures["positions"] == 2046
+        assert figures["mean_kl"] < 0.01
+        assert abs(figures["perplexity_change"]) < 0.01
+        assert figures["same_top_1"] > 0.95
 
 
 def write_workloads(folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -73,17 +74,27 @@ def test_peers_names_what_it_cannot_use(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_profile_accounts_for_every_kernel(tmp_path: Path) -> None:
-    run_benchmark("profile_step", "--out", tmp_path, "--decode", 3, "--prefill", 40, "--context", 20, "--repeats", 2)
+@pytest.mark.parametrize(
+    ("repack", "kernel", "operations", "weight_bytes"),
+    [
+        ("none", "quantized_linear 1536 to 576, Q4_1", 2, 1536 * 576 * 20 // 32),
+        ("int8", "w8a16_linear 1536 to 576", 4, 1536 * 576 * (1 + 8 / 256)),  # two floats for each 256 values
+    ],
+)
+def test_profile_accounts_for_every_kernel(
+    repack: str, kernel: str, operations: int, weight_bytes: float, tmp_path: Path
+) -> None:
+    sizes = ("--decode", 3, "--prefill", 40, "--context", 20, "--repeats", 2)
+    run_benchmark("profile_step", "--out", tmp_path, "--repack", repack, *sizes)
     report = json.loads((tmp_path / "profile.json").read_text())
     assert [step["name"] for step in report["steps"]] == ["decode, batch 3", "prefill of 40"]
     for step, tokens in zip(report["steps"], (3, 40), strict=True):
         rows = {row["kernel"]: row for row in step["kernels"]}
         assert sum(row["share_of_step"] for row in rows.values()) == pytest.approx(1)
-        down = rows["quantized_linear 1536 to 576, Q4_1"]
+        down = rows[kernel]
         assert down["calls"] == rows["paged_attention"]["calls"] == 30
-        assert down["operations"] == 30 * 2 * tokens * 1536 * 576
-        assert down["bytes"] == 30 * (1536 * 576 * 20 // 32 + tokens * 4 * (1536 + 576))
+        assert down["operations"] == 30 * operations * tokens * 1536 * 576
+        assert down["bytes"] == 30 * (weight_bytes + tokens * 4 * (1536 + 576))
     assert report["steps"][0]["engine"]["step_seconds"] > 0
     assert report["steps"][1]["engine"] is None
     assert (tmp_path / "profile.png").stat().st_size > 1000
