@@ -8,7 +8,7 @@ variable takes part (the kernels' forced instruction set and the log level are r
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from pyengine.errors import ConfigError
@@ -44,7 +44,7 @@ class EngineArgs:
     chat_template: str | None = None  # a Jinja file or text; the tokenizer's own by default
     device: Device = "auto"  # auto: cuda where torch has it, else cpu
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # weights and activations
-    quantization: str | None = None  # the checkpoint's own by default; int8, int4: made from plain weights; none: dequantised
+    quantization: str | None = None  # default: the checkpoint's (gguf, gptq, ...); int8, int4: of plain weights; none: plain
     repack: Repack = "auto"  # int8: quantised weights to 8 bits, activations to 16; none: as they are; auto: int8 with AMX
     kv_cache_dtype: KVCacheDType = "auto"  # auto: bfloat16 beside weights that are run quantised, else the model's dtype
     max_model_len: int | None = None  # longest prompt + output, tokens; the model's own by default
@@ -80,6 +80,14 @@ class EngineArgs:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(name, f"must be a positive integer, got {value!r}")
+        for name in ("swap_space", "gpu_memory_utilization", "target_itl_ms"):
+            value = getattr(self, name)
+            is_missing = value is None and name != "swap_space"
+            if not is_missing and (not isinstance(value, int | float) or isinstance(value, bool)):
+                raise ConfigError(name, f"must be a number, got {value!r}")
+        for switch in fields(self):
+            if isinstance(switch.default, bool) and not isinstance(getattr(self, switch.name), bool):
+                raise ConfigError(switch.name, f"must be True or False, got {getattr(self, switch.name)!r}")
         if self.block_size < 8 or self.block_size & (self.block_size - 1):
             raise ConfigError("block_size", f"must be a power of two, 8 or more, got {self.block_size}")
         if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:

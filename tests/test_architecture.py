@@ -202,6 +202,22 @@ def test_quantised_weights_are_repacked_for_amx(flags: dict[str, Any], found: st
     assert any("repacked to 8 bits" in note for note in notes) == repack
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("target_itl_ms", "x", "must be a number, got 'x'"),
+        ("target_itl_ms", True, "must be a number, got True"),
+        ("gpu_memory_utilization", "0.5", "must be a number, got '0.5'"),
+        ("swap_space", None, "must be a number, got None"),
+        ("enable_prefix_caching", "maybe", "must be True or False, got 'maybe'"),
+        ("enforce_eager", 1, "must be True or False, got 1"),
+    ],
+)
+def test_arguments_of_another_type_are_refused_by_name(name: str, value: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}: {message}"):
+        EngineArgs(**{name: value})  # type: ignore[arg-type]
+
+
 def test_what_cannot_be_repacked() -> None:
     with pytest.raises(ConfigError, match="repack: must be one of auto, none, int8, got 'int4'"):
         EngineArgs(repack="int4")  # type: ignore[arg-type]
