@@ -14,7 +14,7 @@ constexpr int64_t w8a16_record_bytes(int rows) { return int64_t{rows} * 2 * kW8A
 
 // kLanes integers x, |x| < 2^15, rounded to nearest even.
 inline void store_halves(uint8_t* high, uint8_t* low, VecF x, int bias) {
-#if defined(PE_SIMD_AVX512)
+#if defined(PE_SIMD_AVX512) && !defined(PE_SIMDE)
   const __m512i q = _mm512_cvtps_epi32(x.v);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(high),
                    _mm512_cvtepi32_epi8(_mm512_add_epi32(_mm512_srai_epi32(q, 8), _mm512_set1_epi32(bias))));
