@@ -1,6 +1,7 @@
 // pack_linear_weight, linear: checks and launch. CPU only: other devices multiply with their vendor's library.
 #if !defined(PE_EMULATED)
 #include "../common/launch.h"
+#include "../common/product_args.h"
 
 namespace pyengine {
 namespace {
@@ -40,34 +41,15 @@ void linear(Tensor out, const Tensor input, const Tensor packed_weight, Optional
   const TensorArg out_arg(op, "out", out, 2), input_arg(op, "input", input, 2),
       weight_arg(op, "packed_weight", packed_weight, 3);
   LinearParams p{};
-  p.dtype = input_arg.float_dtype(kFloatTypes);
+  set_types(&p, out_arg, input_arg);
   p.weight_dtype = weight_arg.float_dtype(kFloatTypes);
-  p.out_dtype = out_arg.float_dtype(kFloatTypes);
-  if (p.out_dtype != DType::kF32) expect_same_dtype(out_arg, p.out_dtype, input_arg, p.dtype);
-  out_arg.expect_same_device(input_arg);
+  set_matrices(&p, out_arg, input_arg);
   weight_arg.expect_same_device(input_arg);
-  p.num_tokens = input_arg.size32(0, "num_tokens");
-  p.in_features = input_arg.size32(1, "in_features");
-  p.out_features = out_arg.size32(1, "out_features");
-  out_arg.expect_size(0, "num_tokens", p.num_tokens, "input");
   weight_arg.expect_size(1, "in_features", p.in_features, "input");
   expect_panels(weight_arg, p.out_features, "out");
-  out_arg.expect_dense(1);
-  input_arg.expect_dense(1);
   weight_arg.expect_dense(0);
-  if (bias) {
-    const TensorArg bias_arg(op, "bias", *bias, 1);
-    expect_same_dtype(bias_arg, bias_arg.float_dtype(kFloatTypes), input_arg, p.dtype);
-    bias_arg.expect_same_device(input_arg);
-    bias_arg.expect_size(0, "out_features", p.out_features, "out");
-    bias_arg.expect_dense(0);
-    p.bias = bias_arg.data();
-  }
-  p.out = out_arg.data();
-  p.input = input_arg.data();
+  set_bias(&p, bias, input_arg, p.out_features);
   p.weight = weight_arg.data();
-  p.out_stride = out_arg.stride(0);
-  p.input_stride = input_arg.stride(0);
   if (p.num_tokens > 0 && p.out_features > 0) cpu::launch(op, &cpu::KernelTable::linear, p);
 }
 

@@ -1,37 +1,12 @@
 // gptq_linear, awq_linear, fp8_linear, int8_linear, quantize_int8_rows: checks and launch.
 #include "../common/launch.h"
+#include "../common/product_args.h"
 #include "launch.h"
 
 namespace pyengine {
 namespace {
 
 using torch::headeronly::ScalarType;
-
-// out [num_tokens, out_features]; input [num_tokens, in_features]; bias [out_features]
-void set_matrices(CheckpointLinearParams* p, const TensorArg& out, const TensorArg& input) {
-  p->dtype = out.float_dtype(kFloatTypes);
-  out.expect_same_device(input);
-  out.expect_dense(1);
-  input.expect_dense(1);
-  p->num_tokens = input.size32(0, "num_tokens");
-  p->in_features = input.size32(1, "in_features");
-  p->out_features = out.size32(1, "out_features");
-  out.expect_size(0, "num_tokens", p->num_tokens, "input");
-  p->out = out.data();
-  p->input = input.data();
-  p->out_stride = out.stride(0);
-  p->input_stride = input.stride(0);
-}
-
-void set_bias(CheckpointLinearParams* p, const char* op, const OptionalTensor& bias, const TensorArg& out) {
-  if (!bias) return;
-  const TensorArg arg(op, "bias", *bias, 1);
-  expect_same_dtype(arg, arg.float_dtype(kFloatTypes), out, p->dtype);
-  arg.expect_same_device(out);
-  arg.expect_size(0, "out_features", p->out_features, "out");
-  arg.expect_dense(0);
-  p->bias = arg.data();
-}
 
 // scales [groups, out_features]; zeros [groups, out_features / 8]
 void set_groups(CheckpointLinearParams* p, const TensorArg& scales, const TensorArg& zeros, int64_t group_size) {
@@ -77,6 +52,7 @@ void four_bit_linear(const FourBitNames& names, const Tensor& out, const Tensor&
       weight_arg(names.op, "qweight", qweight, 2), scales_arg(names.op, "scales", scales, 2),
       zeros_arg(names.op, "qzeros", qzeros, 2);
   CheckpointLinearParams p{};
+  p.dtype = out_arg.float_dtype(kFloatTypes);
   set_matrices(&p, out_arg, input_arg);
   expect_same_dtype(input_arg, input_arg.float_dtype(kFloatTypes), out_arg, p.dtype);
   expect_same_dtype(scales_arg, scales_arg.float_dtype(kFloatTypes), out_arg, p.dtype);
@@ -88,7 +64,7 @@ void four_bit_linear(const FourBitNames& names, const Tensor& out, const Tensor&
   weight_arg.expect_size(1, "columns", p.out_features / names.n_per_word, "out's out_features, in words,");
   weight_arg.expect_dense(0);
   p.weight = weight_arg.data();
-  set_bias(&p, names.op, bias, out_arg);
+  set_bias(&p, bias, out_arg, p.out_features);
   if (p.num_tokens > 0 && p.out_features > 0) launch(p, out_arg);
 }
 
@@ -123,11 +99,12 @@ void fp8_linear(Tensor out, const Tensor input, const Tensor weight, const Tenso
   const char* op = "fp8_linear";
   const TensorArg out_arg(op, "out", out, 2), input_arg(op, "input", input, 2), weight_arg(op, "weight", weight, 2);
   CheckpointLinearParams p{};
+  p.dtype = out_arg.float_dtype(kFloatTypes);
   set_matrices(&p, out_arg, input_arg);
   expect_same_dtype(input_arg, input_arg.float_dtype(kFloatTypes), out_arg, p.dtype);
   set_rows_weight(&p, weight_arg, out_arg, ScalarType::Float8_e4m3fn);
   set_row_scales(&p, TensorArg(op, "weight_scale", weight_scale, 1), out_arg);
-  set_bias(&p, op, bias, out_arg);
+  set_bias(&p, bias, out_arg, p.out_features);
   if (p.num_tokens > 0 && p.out_features > 0) PE_LAUNCH(fp8_linear, p, out_arg);
 }
 
@@ -139,6 +116,7 @@ void int8_linear(Tensor out, const Tensor input, const Tensor input_scale, const
   const TensorArg out_arg(op, "out", out, 2), input_arg(op, "input", input, 2), weight_arg(op, "weight", weight, 2),
       input_scale_arg(op, "input_scale", input_scale, 1);
   CheckpointLinearParams p{};
+  p.dtype = out_arg.float_dtype(kFloatTypes);
   set_matrices(&p, out_arg, input_arg);
   input_arg.expect_dtype(ScalarType::Char);
   // Sums of products of up to 128 * 128 are 32-bit.
@@ -150,7 +128,7 @@ void int8_linear(Tensor out, const Tensor input, const Tensor input_scale, const
   input_scale_arg.expect_dense(0);
   input_scale_arg.expect_size(0, "num_tokens", p.num_tokens, "input");
   p.input_scale = input_scale_arg.data_as<float>();
-  set_bias(&p, op, bias, out_arg);
+  set_bias(&p, bias, out_arg, p.out_features);
   if (p.num_tokens > 0 && p.out_features > 0) PE_LAUNCH(int8_linear, p, out_arg);
 }
 

@@ -1,6 +1,7 @@
 // pack_w8a16_weight, w8a16_linear, w8a16_gated_linear, w8a16_embedding: checks and launch. CPU only.
 #if !defined(PE_EMULATED)
 #include "../common/launch.h"
+#include "../common/product_args.h"
 #include "../common/value_checks.h"
 
 namespace pyengine {
@@ -11,7 +12,7 @@ using torch::headeronly::ScalarType;
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // packed [ceil(out_features / 32), ceil(in_features / 64), 2048], factors [ceil(out_features / 32), ceil(in_features / 256),
-// 32]; `other` has the sizes. Columns may be fewer than the panels have.
+// 64]; `other` has the sizes. Columns may be fewer than the panels have.
 void check_weight(const TensorArg& packed, const TensorArg& factors, int64_t in_features, const char* other) {
   packed.expect_dtype(ScalarType::Char);
   packed.expect_dense(0);
@@ -52,33 +53,16 @@ W8A16LinearParams linear_params(const char* op, const Tensor& out, const Tensor&
   const TensorArg out_arg(op, "out", out, 2), input_arg(op, "input", input, 2),
       weight_arg(op, "packed_weight", packed_weight, 3), factors_arg(op, "factors", factors, 3);
   W8A16LinearParams p{};
-  p.dtype = input_arg.float_dtype(kFloatTypes);
-  p.out_dtype = out_arg.float_dtype(kFloatTypes);
-  if (p.out_dtype != DType::kF32) expect_same_dtype(out_arg, p.out_dtype, input_arg, p.dtype);
-  out_arg.expect_same_device(input_arg);
+  set_types(&p, out_arg, input_arg);
+  set_matrices(&p, out_arg, input_arg);
+  if (p.in_features == 0) input_arg.fail("has no in_features");
   weight_arg.expect_same_device(input_arg);
-  p.num_tokens = input_arg.size32(0, "num_tokens");
-  p.in_features = input_arg.size32(1, "in_features");
-  p.out_features = out_arg.size32(1, "out_features");
-  out_arg.expect_size(0, "num_tokens", p.num_tokens, "input");
   check_weight(weight_arg, factors_arg, p.in_features, "input");
   weight_arg.expect_size(0, "panels", columns_per_output * ceil_div(p.out_features, kW8A16Panel), "out");
-  out_arg.expect_dense(1);
-  input_arg.expect_dense(1);
-  if (bias) {
-    const TensorArg bias_arg(op, "bias", *bias, 1);
-    expect_same_dtype(bias_arg, bias_arg.float_dtype(kFloatTypes), input_arg, p.dtype);
-    bias_arg.expect_same_device(input_arg);
-    bias_arg.expect_size(0, "features", int64_t{columns_per_output} * p.out_features, "out");
-    bias_arg.expect_dense(0);
-    p.bias = bias_arg.data();
-  }
-  p.out = out_arg.data();
-  p.input = input_arg.data();
+  set_bias(&p, bias, input_arg, int64_t{columns_per_output} * p.out_features,
+           columns_per_output == 1 ? "out_features" : "features of gate and up");
   p.weight = weight_arg.data_as<int8_t>();
   p.factors = factors_arg.data_as<float>();
-  p.out_stride = out_arg.stride(0);
-  p.input_stride = input_arg.stride(0);
   return p;
 }
 
