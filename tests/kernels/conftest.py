@@ -31,13 +31,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("cpu_backend", cpu_names, indirect=True)
 
 
-@pytest.fixture(scope="package", autouse=True)
-def one_torch_thread() -> Iterator[None]:
-    """References are small: torch's threads would cost more than they bring."""
-    previous = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(previous)
+@pytest.fixture(scope="module", autouse=True)
+def small_references(one_torch_thread: None) -> None:
+    """References are small."""
 
 
 def _use_backend(name: str) -> Iterator[KernelBackend]:

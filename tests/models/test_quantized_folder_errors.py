@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +25,10 @@ from pyengine.loader.quantization_config import read_quantization_config
 from pyengine.loader.weights import load_model
 from pyengine.ops import get_ops
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 PROJ = "model.layers.0.mlp.gate_proj"
 INTS = torch.int32
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """More only wait for each other over matrices this small."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,14 +37,7 @@ BLOCK_FORMATS = {"gptq-sym": "Q4_0", "packed": "Q4_0", "packed-rows": "Q4_0"} | 
     ("gptq-act-order", "packed-act-order", "fp8", "fp8-channel", "int8", "int8-tensor"), "Q8_0"
 )
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """More only wait for each other over matrices this small."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 @torch.inference_mode()
