@@ -96,6 +96,7 @@ async function generate() {
     if (error.name === 'AbortError') at('reason').textContent = 'you';
     else at('error').textContent = error.message;
   }
+  running.abort(); // what ended in an error here may still be under way at the server
   running = null;
   at('go').disabled = false;
   at('stop').disabled = true;
