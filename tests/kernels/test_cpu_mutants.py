@@ -23,6 +23,7 @@ _TILE, _SOFTMAX = "csrc/attention/cpu/attention_tile.h", "csrc/attention/cpu/sof
 _ROWS, _AMX_TILE = "csrc/attention/cpu/tile_rows.h", "csrc/attention/cpu/attention_tile_amx.h"
 _AMX_SOFTMAX, _FEW_ROWS = "csrc/attention/cpu/softmax_amx.h", "csrc/attention/cpu/bf16_rows.h"
 _KEYS, _LAUNCH = "csrc/attention/cpu/key_block.h", "csrc/attention/cpu/paged_attention.cpp"
+_RUNS = "csrc/attention/cpu/query_runs.h"
 _LINEAR, _GEMM = "csrc/layers/cpu/linear.cpp", "csrc/cpu/gemm_tile.h"
 _RESHAPE, _COPY = "csrc/cache/cpu/reshape_and_cache.cpp", "csrc/cache/cpu/copy_blocks.cpp"
 _ACTIVATIONS, _W8A16 = "csrc/layers/cpu/activations.h", "csrc/quantization/cpu/w8a16_linear.cpp"
@@ -72,21 +73,21 @@ MUTANTS = [
     ),
     Mutant(
         "first partition of a window left out",
-        _LAUNCH,
+        _RUNS,
         "return run.begin / kPartition;",
         "return (run.begin + kPartition - 1) / kPartition;",
     ),
     Mutant(
         "a split partition merged twice",
         _LAUNCH,
-        "for (int64_t i = 1; i < merge.num_states",
-        "for (int64_t i = 0; i < merge.num_states",
+        "for (int64_t i = num_parts > 0 ? 0 : 1; i < num_states",
+        "for (int64_t i = 0; i < num_states",
     ),
     Mutant(
         "partitions of a split tile start elsewhere",
         _LAUNCH,
-        "runner.run_partition(item.partition, state(item.state, runner.rows().count()));",
-        "runner.run_partition(item.partition + (item.state == 0), state(item.state, runner.rows().count()));",
+        "runner.run_partition(item.partition, state(",
+        "runner.run_partition(item.partition + (item.state == 0), state(",
         "batch_invariance",
     ),
     Mutant(
@@ -95,6 +96,29 @@ MUTANTS = [
         "acc.v[r][j] = fma(x, columns[j], acc.v[r][j]);",
         "acc.v[r][j] = r > 0 ? x * columns[j] + acc.v[r][j] : fma(x, columns[j], acc.v[r][j]);",
         "batch_invariance",
+    ),
+    Mutant(
+        "tokens of a shared prefix in the batch's order",
+        _LAUNCH,
+        "prefixes_.tokens + prefix.first_token",
+        "prefixes_.tokens",
+        "shared_prefix",
+    ),
+    Mutant(
+        "another sequence's rows of a shared prefix",
+        _LAUNCH,
+        "const int first = part.first_token * prefix_shape_.group;",
+        "const int first = 0;",
+        "shared_prefix",
+        "amx",
+    ),
+    Mutant("a shared prefix's later partitions left out", _LAUNCH, "i < parts.num_parts", "i < 1", "shared_prefix", "amx"),
+    Mutant(
+        "whole tiles of two lists in one item",
+        _LAUNCH,
+        "if (list != open || room <= 0)",
+        "if (list->count == 0 || room <= 0)",
+        "shared_prefix",
     ),
     Mutant("values that are not finite reach every row", _AMX_TILE, "if (not_finite == 0) continue;", "continue;", isa="amx"),
     Mutant(

@@ -132,8 +132,8 @@ class TileRunner {
     return shape_.state(memory_.states + i * shape_.state_floats(shape_.max_rows), num_rows_);
   }
 
-  // The state of all rows after partition `index` alone.
-  void run_partition(int64_t index, const SoftmaxState& state) const {
+  // The state of all rows after partition `index` alone. What to fetch ahead is seen from the tile.
+  void run_partition(int64_t index, const SoftmaxState& state, const NextKeys& /*next*/) const {
     state.clear(num_rows_);
     const int64_t first = index * kPartition;
     for (int64_t start = first; start < first + kPartition && start < tile_.end; start += kKeyBlock) {

@@ -75,14 +75,14 @@ class AmxTileRunner {
     return shape_.state(memory_.states + i * shape_.state_floats(shape_.max_rows), rows_.count());
   }
 
-  // The state of all rows after partition `index` alone.
-  void run_partition(int64_t index, const SoftmaxState& state) const {
+  // The state of all rows after partition `index` alone. Meanwhile the first of `next` are fetched.
+  void run_partition(int64_t index, const SoftmaxState& state, const NextKeys& next) const {
     const int64_t start = index * kPartition;
     const KeyRange in_use = {tile_.begin > start ? static_cast<int>(tile_.begin - start) : 0,
                              tile_.end - start < kPartition ? static_cast<int>(tile_.end - start) : kPartition};
     const unsigned mode = zero_subnormals();
     if (few_) {
-      run_few_rows(RowBlock(*this, 0, rows_.count(), start, in_use), state);
+      run_few_rows(RowBlock(*this, 0, rows_.count(), start, in_use), state, next);
     } else {
       run_tiles(start, in_use, state);
     }
@@ -254,7 +254,7 @@ class AmxTileRunner {
 
   // --- A few rows, without tiles
 
-  void run_few_rows(const RowBlock& rows, const SoftmaxState& state) const {
+  void run_few_rows(const RowBlock& rows, const SoftmaxState& state, const NextKeys& next) const {
     if (rows.any.empty()) return state.clear(rows.count);
     multiply_pages_of_keys(rows);
     float* logits = memory_.logits;
@@ -263,10 +263,9 @@ class AmxTileRunner {
       store(logits + r * kPartition + step * kStep, VecF{_mm512_and_ps(a.v, upper)});
       store(logits + r * kPartition + step * kStep + kHalfStep, VecF{_mm512_and_ps(b.v, upper)});
     });
-    const BFloat16* groups[kKeyGroups];
-    for (int group = rows.any.begin / kPanel; group * kPanel < rows.any.end; group++)
-      groups[group] = pages_.value(rows.start + group * kPanel);
-    add_pages_of_values(groups, 0, rows.count, rows.any, state);
+    const BFloat16 *groups[kKeyGroups], *ahead[kKeyGroups];
+    take_value_groups(rows, next, groups, ahead);
+    add_pages_of_values(groups, ahead, 0, rows.count, rows.any, state);
     for (int r = 0; r < rows.count; r++) {
       if (rows.visible[r].empty() || all_finite(state.out + r * state.ld)) continue;
       // Somebody's value is not finite.
@@ -274,7 +273,7 @@ class AmxTileRunner {
         add_values_in_order(rows.start, rows.visible[r], state.out + r * state.ld,
                             [&](int key) { return logits[r * kPartition + key]; });
       } else {
-        add_pages_of_values(groups, r, 1, rows.visible[r], state);
+        add_pages_of_values(groups, groups, r, 1, rows.visible[r], state);
       }
     }
   }
@@ -295,6 +294,17 @@ class AmxTileRunner {
     return false;
   }
 
+  // The first value of each 16 tokens, and what to fetch while they are read: keys of `next`, or what is there already.
+  void take_value_groups(const RowBlock& rows, const NextKeys& next, const BFloat16* (&groups)[kKeyGroups],
+                         const BFloat16* (&ahead)[kKeyGroups]) const {
+    const SequencePages<BFloat16> next_pages(p_, next.seq, next.kv_head);
+    int64_t position = next.begin / kPanel * kPanel;
+    for (int group = rows.any.begin / kPanel; group * kPanel < rows.any.end; group++, position += kPanel) {
+      groups[group] = pages_.value(rows.start + group * kPanel);
+      ahead[group] = position < next.end ? next_pages.key(position) : groups[group];
+    }
+  }
+
   void multiply_pages_of_keys(const RowBlock& rows) const {
     const int columns = columns_for(rows.count), first = rows.any.begin / kPanel, last = (rows.any.end - 1) / kPanel;
     for (int group = first / columns * columns; group <= last; group += columns) {
@@ -306,17 +316,19 @@ class AmxTileRunner {
         const int64_t next = position + 4 * kPanel;
         args.groups[i] = pages_.key(position);
         args.ahead[2 * i] = reinterpret_cast<const char*>(pages_.value(position));
-        args.ahead[2 * i + 1] = next < tile_.end ? reinterpret_cast<const char*>(pages_.key(next)) : args.ahead[2 * i];
+        args.ahead[2 * i + 1] =
+            next < rows.start + rows.any.end ? reinterpret_cast<const char*>(pages_.key(next)) : args.ahead[2 * i];
       }
       with_few_rows<RowKeyProduct>(rows.count, args);
     }
   }
 
-  void add_pages_of_values(const BFloat16* const* groups, int row, int count, KeyRange keys, const SoftmaxState& state) const {
+  void add_pages_of_values(const BFloat16* const* groups, const BFloat16* const* ahead, int row, int count, KeyRange keys,
+                           const SoftmaxState& state) const {
     const int columns = columns_for(count);
     for (int column = 0; column < value_columns_; column += columns) {
-      RowValueArgs args{memory_.logits + row * kPartition, keys,    groups, p_.v_token_stride, {},
-                        state.out + row * state.ld,        state.ld};
+      RowValueArgs args{memory_.logits + row * kPartition, keys,     groups, p_.v_token_stride, {},
+                        state.out + row * state.ld,        state.ld, ahead};
       for (int i = 0; i < columns; i++)
         args.columns[i] = kPanel * (column + i < value_columns_ ? column + i : value_columns_ - 1);
       with_few_rows<RowValueProduct>(count, args);

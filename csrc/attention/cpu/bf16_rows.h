@@ -115,6 +115,7 @@ struct RowValueArgs {
   int columns[4];  // [NP], the first of each 16
   float* out;
   int64_t ld_out;
+  const BFloat16* const* ahead;  // [kKeyGroups], keys [head_dim, 16] to fetch while such a group of values is read
 };
 
 struct RowValueProduct {
@@ -126,12 +127,13 @@ struct RowValueProduct {
       const FixedRows<kPartition> rows{args.weights + key};
       StepChains<MR, NP> chains;
       const BFloat16 *b[NP], *b_second[NP];
+      auto next_keys = ahead<NP>(args, key);
       if (key >= args.keys.begin && key + kStep <= args.keys.end) {
         columns_of(args, key, b);
         columns_of(args, key + kHalfStep, b_second);
-        NoPrefetch none;
-        chains.add(rows, b, b_second, args.value_stride, kHalfStep, none);
+        chains.add(rows, b, b_second, args.value_stride, kHalfStep, next_keys);
       } else {
+        for (int k = 0; k < kHalfStep; k++) next_keys.step();
         add_some(args, key, 0, rows, chains.first);
         add_some(args, key, kHalfStep, rows, chains.second);
       }
@@ -145,6 +147,16 @@ struct RowValueProduct {
   }
 
  private:
+  // 16 steps fetch the columns' share of both groups, 32 bytes of each column.
+  template <int NP>
+  static PE_ALWAYS_INLINE auto ahead(const RowValueArgs& args, int key) {
+    const auto share = [&](int group_key) {
+      const int first = args.keys.begin / kPanel, last = (args.keys.end - 1) / kPanel, group = group_key / kPanel;
+      const int source = group < first ? first : group > last ? last : group;
+      return reinterpret_cast<const char*>(args.ahead[source] + args.columns[0] * kPanel);
+    };
+    return Prefetch < 2, NP<4 ? 1 : 2>{{share(key), share(key + kHalfStep)}, 32 * NP};
+  }
   template <int NP>
   static PE_ALWAYS_INLINE void columns_of(const RowValueArgs& args, int key, const BFloat16* (&b)[NP]) {
 #pragma GCC unroll 4

@@ -42,6 +42,12 @@ struct KeyBlock {
   const T* next_keys[kGroups];     // the next block's groups, where there are any; else null
 };
 
+// Positions whose keys a thread is likely to read next; none if begin == end.
+struct NextKeys {
+  int seq, kv_head;
+  int64_t begin, end;
+};
+
 // Where a sequence's keys and values of one KV head lie.
 template <class T>
 class SequencePages {

@@ -1,16 +1,19 @@
-// The query rows (token, head of the group) of one tile of attention: a run of a sequence's tokens against one KV head.
+// The query rows (token, head of the group) of one tile of attention: a run of a sequence's tokens, or tokens of sequences that
+// share a prefix, against one KV head.
 #pragma once
 #include "../../cpu/with_type.h"
+#include "plan/shared_prefix.h"
 #include "softmax.h"
 
 namespace pyengine::cpu {
 namespace PE_ISA {
 
 struct AttentionTile {
-  int seq, kv_head;
+  int seq, kv_head;             // whose keys and values
   int first_token, num_tokens;  // within the sequence's query
   int64_t first_position;       // of first_token
   int64_t begin, end;           // positions that any row sees
+  const QueryToken* tokens;     // [num_tokens], of any sequences, in place of the sequence's own; or null
 };
 
 // Sizes that one launch's tiles share.
@@ -39,7 +42,9 @@ class TileRows {
       : p_(p), tile_(tile), group_(shape.group), count_(tile.num_tokens * shape.group) {}
 
   int count() const { return count_; }
-  int64_t position(int row) const { return tile_.first_position + row / group_; }
+  int64_t position(int row) const {
+    return tile_.tokens != nullptr ? tile_.tokens[row / group_].position : tile_.first_position + row / group_;
+  }
   float alibi_slope(int row) const { return p_.alibi_slopes != nullptr ? p_.alibi_slopes[head(row)] : 0.0f; }
 
   // [head_dim]
@@ -66,7 +71,10 @@ class TileRows {
 
  private:
   int head(int row) const { return tile_.kv_head * group_ + row % group_; }
-  int64_t token(int row) const { return p_.query_start_loc[tile_.seq] + tile_.first_token + row / group_; }
+  int64_t token(int row) const {
+    return tile_.tokens != nullptr ? tile_.tokens[row / group_].row
+                                   : p_.query_start_loc[tile_.seq] + tile_.first_token + row / group_;
+  }
 
   template <class Q>
   void finish_rows(const SoftmaxState& state, Q* out) const {
