@@ -69,17 +69,28 @@ struct QuantizedEmbeddingParams {
 
 // ---- weights of 8 bits, activations of 16 --------------------------------------------------------------------------------
 // Where a CPU multiplies tiles of bytes (AMX), scaling each 32 products as above costs many times what the products do. So
-// weights are rounded anew, 256 values of a row to one scale, and activations to 16 bits, whose halves are multiplied apart: a
-// scale for the whole row then costs them less than a scale for 32 values does at 8 bits.
-constexpr int kW8A16Panel = 32;   // output features
-constexpr int kW8A16Step = 64;    // values of k in one tile of bytes
-constexpr int kW8A16Group = 256;  // values of k that share a scale; their integer sum fits 32 bits: 2^15 * 127 * 256 < 2^31
+// weights are rounded anew, up to 576 values of a row to one scale, and activations to 16 bits, whose halves are multiplied
+// apart: a scale for the whole row then costs them less than a scale for 32 values does at 8 bits.
+constexpr int kW8A16Panel = 32;  // output features
+constexpr int kW8A16Step = 64;   // values of k in one tile of bytes
 constexpr int kW8A16StepBytes = kW8A16Panel * kW8A16Step;
 constexpr int kW8A16Factors = 2 * kW8A16Panel;
+// A group of steps shares a scale. 32 rows' part of a group fills three quarters of a first-level cache of 48 KB, the weights
+// stream through the rest; the sums of the high halves, at most 2^7 * 127 * 576, are exact in fp32.
+constexpr int kW8A16MaxGroupSteps = 9;
+
+constexpr int w8a16_steps(int64_t in_features) { return static_cast<int>((in_features + kW8A16Step - 1) / kW8A16Step); }
+constexpr int w8a16_groups(int64_t in_features) {
+  return (w8a16_steps(in_features) + kW8A16MaxGroupSteps - 1) / kW8A16MaxGroupSteps;
+}
+// All groups have as many, but the last may have fewer.
+constexpr int w8a16_group_steps(int64_t in_features) {
+  return (w8a16_steps(in_features) + w8a16_groups(in_features) - 1) / w8a16_groups(in_features);
+}
 
 // A packed weight is int8 [ceil(out / 32), ceil(in / 64), 2048], absent rows and values zero: byte 1024 h + 64 g + 4 c + j of a
-// step is value 4 g + j of column 16 h + c. Its factors are fp32 [ceil(out / 32), ceil(in / 256), 64]: a group's scale[32], and
-// sum[32] of its integers, which some instructions need.
+// step is value 4 g + j of column 16 h + c. Its factors are fp32 [ceil(out / 32), w8a16_groups(in), 64]: a group's scale[32],
+// and sum[32] of its integers, which some instructions need.
 struct PackW8A16Params {
   int8_t* packed;
   float* factors;
@@ -88,9 +99,9 @@ struct PackW8A16Params {
   int32_t in_features, out_features;
 };
 
-// out = input * weight^T + bias. A row of the input is rounded to q of 16 bits with scale = max |x| / 32767. A group's sum of
-// q * weight is an exact integer; it is rounded to fp32, scaled, and added to the groups before it, whatever the number of rows
-// is. A row without a magnitude above 2^-100 counts as zero; one with a NaN or an infinity gives NaN.
+// out = input * weight^T + bias. A row of the input is rounded to q of 16 bits with scale = max |x| / 32767. A group's sums of
+// q's halves times the weight are exact integers; fma(high, 256, low) is scaled, and added to the groups before it, whatever
+// the number of rows is. A row without a magnitude above 2^-100 counts as zero; one with a NaN or an infinity gives NaN.
 //
 // Gated, the weight has twice out_features columns, in panels turn about of the gate and of what it gates, which end up as
 // out = act(gate) * up.

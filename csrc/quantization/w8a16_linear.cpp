@@ -11,18 +11,18 @@ using torch::headeronly::ScalarType;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// packed [ceil(out_features / 32), ceil(in_features / 64), 2048], factors [ceil(out_features / 32), ceil(in_features / 256),
-// 64]; `other` has the sizes. Columns may be fewer than the panels have.
+// packed [ceil(out_features / 32), ceil(in_features / 64), 2048], factors [ceil(out_features / 32),
+// w8a16_groups(in_features), 64]; `other` has the sizes. Columns may be fewer than the panels have.
 void check_weight(const TensorArg& packed, const TensorArg& factors, int64_t in_features, const char* other) {
   packed.expect_dtype(ScalarType::Char);
   packed.expect_dense(0);
-  packed.expect_size(1, "steps of 64 input features", ceil_div(in_features, kW8A16Step), other);
+  packed.expect_size(1, "steps of 64 input features", w8a16_steps(in_features), other);
   packed.expect_size(2, "bytes in a step", kW8A16StepBytes, "the layout");
   factors.expect_dtype(ScalarType::Float);
   factors.expect_dense(0);
   factors.expect_same_device(packed);
   factors.expect_size(0, "panels", packed.size(0), packed.name());
-  factors.expect_size(1, "groups of 256 input features", ceil_div(in_features, kW8A16Group), other);
+  factors.expect_size(1, "groups of input features", w8a16_groups(in_features), other);
   factors.expect_size(2, "factors in a panel", kW8A16Factors, "the layout");
 }
 

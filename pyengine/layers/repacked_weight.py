@@ -1,7 +1,7 @@
 """Weights of 8 bits that are multiplied with activations of 16: what quantised weights become where CPUs have AMX.
 
 There, the products of bytes cost so little that scaling every 32 of them, as `quantized_linear` does, takes most of the time.
-With 256 weights to a scale, and activations of 16 bits with a scale for a whole row, little is left to scale, and the
+With up to 576 weights to a scale, and activations of 16 bits with a scale for a whole row, little is left to scale, and the
 predictions are as close to those of the unquantised model.
 """
 
@@ -20,8 +20,8 @@ from pyengine.ops.host_memory import ChunkAllocator, empty_pages
 
 _MEMORY = ChunkAllocator()
 
-# kW8A16Panel, kW8A16Step, kW8A16Group, kW8A16StepBytes and kW8A16Factors in csrc/quantization/params.h
-_PANEL, _STEP, _GROUP, _STEP_BYTES, _FACTORS = 32, 64, 256, 2048, 64
+# kW8A16Panel, kW8A16Step, kW8A16MaxGroupSteps, kW8A16StepBytes and kW8A16Factors in csrc/quantization/params.h
+_PANEL, _STEP, _GROUP_STEPS, _STEP_BYTES, _FACTORS = 32, 64, 9, 2048, 64
 #: Rows that are floats at a time, on their way from one form to the other; whole panels of gate and up.
 _ROWS = 1024
 
@@ -31,7 +31,7 @@ class RepackedWeight:
 
     Args:
         data: int8 [ceil(out / 32), ceil(in / 64), 2048].
-        factors: fp32 [ceil(out / 32), ceil(in / 256), 64].
+        factors: fp32 [ceil(out / 32), ceil(in / 576), 64].
         shape: (out, in).
         dtype: of the rows that `rows` gives.
     """
@@ -57,7 +57,7 @@ class RepackedGatedWeight:
 
     Args:
         data: int8 [2 * out / 32, ceil(in / 64), 2048].
-        factors: fp32 [2 * out / 32, ceil(in / 256), 64].
+        factors: fp32 [2 * out / 32, ceil(in / 576), 64].
         activation: silu or gelu_tanh.
     """
 
@@ -114,9 +114,9 @@ class _Packing:
     """
 
     def __init__(self, shape: tuple[int, int], ops: Ops) -> None:
-        num_panels = -(-shape[0] // _PANEL)
-        self._data = _MEMORY.empty((num_panels, -(-shape[1] // _STEP), _STEP_BYTES), torch.int8)
-        self._factors = _MEMORY.empty((num_panels, -(-shape[1] // _GROUP), _FACTORS), torch.float32)
+        num_panels, num_steps = -(-shape[0] // _PANEL), -(-shape[1] // _STEP)
+        self._data = _MEMORY.empty((num_panels, num_steps, _STEP_BYTES), torch.int8)
+        self._factors = _MEMORY.empty((num_panels, -(-num_steps // _GROUP_STEPS), _FACTORS), torch.float32)
         self._rows = empty_pages((min(_ROWS, num_panels * _PANEL), shape[1]), torch.float32)
         self._filled = self._panel = 0
         self._ops = ops

@@ -422,12 +422,14 @@ class QuantizedEmbedding(Protocol):
 
 class PackW8A16Weight(Protocol):
     def __call__(self, packed: Tensor, factors: Tensor, weight: Tensor) -> None:
-        """Round a weight to int8 for `w8a16_linear`, 256 values of a row to one scale = max |value| / 127. CPU only.
+        """Round a weight to int8 for `w8a16_linear`, a group of a row's values to one scale = max |value| / 127. CPU only.
+
+        There are as few groups of at most 576 values as can be, of as even a number of steps of 64 as can be.
 
         Args:
             packed: int8 [ceil(out_features / 32), ceil(in_features / 64), 2048], written; csrc/quantization/params.h has the
                 layout.
-            factors: fp32 [ceil(out_features / 32), ceil(in_features / 256), 64], written: scales (NaN for values that are not
+            factors: fp32 [ceil(out_features / 32), ceil(in_features / 576), 64], written: scales (NaN for values that are not
                 finite) and sums of the integers.
             weight: fp32 [out_features, in_features], the row stride free.
         """
@@ -437,7 +439,7 @@ class W8A16Linear(Protocol):
     def __call__(self, out: Tensor, input: Tensor, packed_weight: Tensor, factors: Tensor, bias: Tensor | None = None) -> None:
         """out = input weight^T + bias with int8 weights and each row of input rounded to 16 bits. CPU only.
 
-        Products of 256 values are exact integers, and their scaled sums are added in the order of k, whatever the number of
+        Products of a group's values are exact integers, and their scaled sums are added in the order of k, whatever the number of
         rows is. A row with a NaN or an infinity gives NaN.
 
         Args:

@@ -206,8 +206,8 @@ MUTANTS = [
     Mutant(
         "last tile of integers forgotten",
         _W8A16_AMX,
-        "for (int i = 0; i < kDelay; i++, calls_++)",
-        "for (int i = 1; i < kDelay; i++, calls_++)",
+        "    add(waiting_, 0, waiting_.num_rows);",
+        "    add(waiting_, 0, waiting_.num_rows - 1);",
         "w8a16_linear",
         "amx",
     ),

@@ -285,7 +285,7 @@ CASES: list[tuple[str, str, Any, str]] = [
     ("w8a16_linear", "input", torch.zeros(3, 300), "packed_weight has steps of 64 input features 3, input has 5"),
     ("w8a16_linear", "packed_weight", torch.zeros(2, 3, 2048), "packed_weight is Float, it must be Char"),
     ("w8a16_linear", "factors", torch.zeros(3, 1, 64), "factors has panels 3, packed_weight has 2"),
-    ("w8a16_linear", "factors", torch.zeros(2, 2, 64), "factors has groups of 256 input features 2, input has 1"),
+    ("w8a16_linear", "factors", torch.zeros(2, 2, 64), "factors has groups of input features 2, input has 1"),
     ("w8a16_linear", "factors", torch.zeros(2, 1, 32), "factors has factors in a panel 32, the layout has 64"),
     ("w8a16_linear", "out", torch.zeros(3, 70), "packed_weight has panels 2, out has 3"),
     ("w8a16_linear", "out", torch.zeros(3, 40).half(), "out is Half, input is Float"),

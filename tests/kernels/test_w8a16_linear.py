@@ -18,7 +18,17 @@ from pyengine.ops import get_ops, load_core
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 TYPES = [FP32, FP16, BF16]
 ROUNDING = {FP32: 0.0, FP16: 2**-11, BF16: 2**-8}
-GROUP = 256
+
+
+def num_groups(in_features: int) -> int:
+    return math.ceil(math.ceil(in_features / 64) / 9)
+
+
+def group_size(in_features: int) -> int:
+    """The fewest groups of at most 9 steps of 64, as even as they can be."""
+    return math.ceil(math.ceil(in_features / 64) / num_groups(in_features)) * 64
+
+
 # Rows that are multiplied in vectors on AMX and not, in one tile and several, in one block of rows and several.
 ROWS = [1, 2, 3, 4, 5, 6, 15, 16, 17, 31, 33, 64, 100]
 
@@ -26,7 +36,7 @@ ROWS = [1, 2, 3, 4, 5, 6, 15, 16, 17, 31, 33, 64, 100]
 def pack(backend: KernelBackend, weight: Tensor) -> tuple[Tensor, Tensor]:
     n, k = weight.shape
     packed = torch.full((-(-n // 32), -(-k // 64), 2048), 99, dtype=torch.int8)
-    factors = poison(-(-n // 32), -(-k // GROUP), 64, dtype=FP32)
+    factors = poison(-(-n // 32), num_groups(k), 64, dtype=FP32)
     backend.ops.pack_w8a16_weight(packed, factors, weight)
     return packed, factors
 
@@ -38,8 +48,9 @@ def multiply(backend: KernelBackend, x: Tensor, weight: tuple[Tensor, Tensor], n
 
 
 def rounded_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Integers (float64) [out, groups of 256] and scales (fp32) [out, groups] of a weight [out, in]."""
-    groups = torch.nn.functional.pad(weight, (0, -weight.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+    """Integers (float64) [out, groups, group size] and scales (fp32) [out, groups] of a weight [out, in]."""
+    size = group_size(weight.shape[1])
+    groups = torch.nn.functional.pad(weight, (0, -weight.shape[1] % size)).unflatten(1, (-1, size))
     magnitude = groups.abs().amax(-1, keepdim=True)
     integers = torch.where(magnitude < 2**-100, 0, torch.round(groups * (torch.full_like(magnitude, 127.0) / magnitude)))
     return integers.double(), torch.where(magnitude < 2**-100, 0, magnitude / 127)[..., 0]
@@ -61,7 +72,7 @@ def check(backend: KernelBackend, x: Tensor, weight: Tensor, bias: Tensor | None
     values = (integers * scales.double()[..., None]).flatten(1)[:, :k]
     expected = references.linear(rows * row_scales.double(), values, bias)
     terms = (rows * row_scales.double()).abs() @ values.abs().T
-    allowed = 2**-24 * (k / GROUP + 6) * terms + ROUNDING[out_dtype] * expected.abs() + 1e-9
+    allowed = 2**-24 * (2 * num_groups(k) + 6) * terms + ROUNDING[out_dtype] * expected.abs() + 1e-9
     error = (out[:, :n].double() - expected).abs()
     assert (error <= allowed).all(), f"off by up to {(error / allowed).max():.3g} times what is allowed"
     assert out[:, n:].isnan().all(), "wrote beyond its columns"

@@ -1,7 +1,8 @@
 // out = input * weight^T + bias with weights of 8 bits and the input rounded to 16.
 //
-// A unit of work is a few panels times a block of row tiles. Groups of k are the outer loop: a group of two panels stays in the
-// first-level cache while the rows pass by, and the rows' sums in the second.
+// A unit of work is some panels times a block of row tiles. Of the panels, a few at a time see all the tiles pass by, group of
+// k by group: a tile's group stays in the first-level cache for all of them, their own group in the second. Meanwhile what is
+// multiplied next comes near, evenly over the tiles, for memory is as slow as the products of some 40 rows.
 #include "../../cpu/parallel.h"
 #include "../../cpu/with_type.h"
 #include "../../layers/cpu/activations.h"
@@ -14,13 +15,14 @@ namespace pyengine::cpu {
 namespace PE_ISA {
 namespace {
 
-constexpr int64_t kRowBlockBytes = 512 * 1024;  // records of a unit's rows
+constexpr int64_t kRowBlockBytes = 768 * 1024;  // records of a unit's rows
 constexpr int64_t kSerialLimit = 16 * 1024;     // values; below, waking threads costs more than rounding them
-constexpr int64_t kUnitProducts = 2 << 20;      // a unit of work has about so many at least
-constexpr int kUnitsPerThread = 8;              // and there are about so many for each thread
-constexpr int kPanels = 2;                      // that share the rows' way through the cache
-constexpr int kWriteAhead = 8;                  // rows
-constexpr int kGroupSteps = kW8A16Group / kW8A16Step;
+constexpr int64_t kUnitProducts = 32 << 20;     // a unit of work has about so many at least
+constexpr int kUnitsPerThread = 4;              // and there are about so many for each thread
+constexpr int kPanels = 4;                      // at a time
+constexpr int kStepLines = kW8A16StepBytes / 64;
+constexpr int kFetchAhead = 16 * 1024;  // bytes, of weights that are read in one stream
+constexpr int kWriteAhead = 8;          // rows
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -38,16 +40,17 @@ int max_tile_rows(int) { return kW8A16VectorRows; }
 // All row tiles have the same number of rows, the last rows of the last one may be padding.
 struct Plan {
   int num_tokens, tile_rows, num_tiles;
-  int block_tiles, num_blocks;  // row tiles of a unit of work
-  int num_steps, num_groups;    // of k
+  int block_tiles, num_blocks;             // row tiles of a unit of work
+  int num_steps, num_groups, group_steps;  // of k
   int num_panels, unit_panels, num_panel_units;
 
   explicit Plan(const W8A16LinearParams& p) : num_tokens(p.num_tokens) {
     num_tiles = static_cast<int>(ceil_div(num_tokens, max_tile_rows(num_tokens)));
     tile_rows = static_cast<int>(ceil_div(num_tokens, num_tiles));
     num_tiles = static_cast<int>(ceil_div(num_tokens, tile_rows));
-    num_steps = static_cast<int>(ceil_div(p.in_features, kW8A16Step));
-    num_groups = static_cast<int>(ceil_div(p.in_features, kW8A16Group));
+    num_steps = w8a16_steps(p.in_features);
+    num_groups = w8a16_groups(p.in_features);
+    group_steps = w8a16_group_steps(p.in_features);
     num_blocks = static_cast<int>(ceil_div(num_tiles, max_of(1, kRowBlockBytes / max_of(1, tile_bytes()))));
     block_tiles = static_cast<int>(ceil_div(num_tiles, num_blocks));
     num_blocks = static_cast<int>(ceil_div(num_tiles, block_tiles));
@@ -56,7 +59,8 @@ struct Plan {
     const int64_t enough = ceil_div(kUnitProducts, max_of(1, products));
     const int64_t even = ceil_div(int64_t{num_panels} * num_blocks, int64_t{kUnitsPerThread} * get_num_threads());
     unit_panels = static_cast<int>(min_of(num_panels, min_of(enough, even)));
-    if (num_panels >= kPanels) unit_panels = static_cast<int>(ceil_div(unit_panels, kPanels)) * kPanels;
+    const int together = num_panels >= kPanels ? kPanels : p.gated ? 2 : 1;
+    unit_panels = static_cast<int>(ceil_div(unit_panels, together)) * together;
     num_panel_units = static_cast<int>(ceil_div(num_panels, unit_panels));
   }
   int64_t tile_bytes() const { return w8a16_record_bytes(tile_rows) * num_steps; }
@@ -121,20 +125,32 @@ class Multiplication {
     const int64_t sums_bytes = int64_t{plan_.block_tiles} * plan_.tile_rows * kSumsLd * static_cast<int64_t>(sizeof(float));
     float* sums = static_cast<float*>(thread_scratch(static_cast<size_t>(sums_bytes)));
     const bool once = end_tile - first_tile == 1;  // then weights are best read in one stream
-    const auto multiply_tile = [&](int tile, int panel, int i, int group) {
-      float* tile_sums = sums + int64_t{tile - first_tile} * plan_.tile_rows * kSumsLd + i * kW8A16Panel;
-      multiply(tile_args(tile, tile - first_tile, end_tile - first_tile, panel + i, group, tile_sums));
-    };
     for (int panel = part * plan_.unit_panels; panel < end_panel; panel += kPanels) {
       const int panels = static_cast<int>(min_of(kPanels, end_panel - panel));
       if (once) {
         for (int i = 0; i < panels; i++) {
-          for (int group = 0; group < plan_.num_groups; group++) multiply_tile(first_tile, panel, i, group);
+          for (int group = 0; group < plan_.num_groups; group++) {
+            W8A16TileArgs args = tile_args(first_tile, panel + i, group, sums + i * kW8A16Panel);
+            if (panel + i + 1 < end_panel) {
+              args.fetch = args.weight + kFetchAhead;
+              args.fetch_lines = kStepLines;
+            }
+            multiply(args);
+          }
         }
       } else {
         for (int group = 0; group < plan_.num_groups; group++) {
           for (int tile = first_tile; tile < end_tile; tile++) {
-            for (int i = 0; i < panels; i++) multiply_tile(tile, panel, i, group);
+            float* tile_sums = sums + int64_t{tile - first_tile} * plan_.tile_rows * kSumsLd;
+            for (int i = 0; i < panels; i++) {
+              W8A16TileArgs args = tile_args(tile, panel + i, group, tile_sums + i * kW8A16Panel);
+              const bool last = group + 1 == plan_.num_groups;
+              if (!last || panel + kPanels + i < end_panel) {
+                const int8_t* next = last ? weight(panel + kPanels + i, 0) : weight(panel + i, group + 1);
+                fetch_share(tile - first_tile, end_tile - first_tile, next, &args);
+              }
+              multiply(args);
+            }
           }
         }
       }
@@ -143,30 +159,54 @@ class Multiplication {
     }
   }
 
-  // The rows' tiles share the work of bringing the panel's next group near.
-  W8A16TileArgs tile_args(int tile, int turn, int turns, int panel, int group, float* sums) const {
-    const int first_step = group * kGroupSteps;
-    const int8_t* weight = p_.weight + (int64_t{panel} * plan_.num_steps + first_step) * kW8A16StepBytes;
-    const int lines = static_cast<int>(ceil_div(kW8A16StepBytes / 64, turns));
+  const int8_t* weight(int panel, int group) const {
+    return p_.weight + (int64_t{panel} * plan_.num_steps + group * plan_.group_steps) * kW8A16StepBytes;
+  }
+
+  W8A16TileArgs tile_args(int tile, int panel, int group, float* sums) const {
+    const int first_step = group * plan_.group_steps;
     return {records_ + tile * plan_.tile_bytes() + first_step * w8a16_record_bytes(plan_.tile_rows),
-            weight,
+            weight(panel, group),
             p_.factors + (int64_t{panel} * plan_.num_groups + group) * kW8A16Factors,
             sums,
             kSumsLd,
             plan_.tile_rows,
-            static_cast<int>(min_of(kGroupSteps, plan_.num_steps - first_step)),
+            static_cast<int>(min_of(plan_.group_steps, plan_.num_steps - first_step)),
             group == 0,
-            weight + (kGroupSteps * kW8A16StepBytes) + turn * lines * kGroupSteps * 64,
-            lines};
+            nullptr,
+            0};
+  }
+
+  // The part that tile `turn` of `turns` has in bringing a group of a panel near.
+  static void fetch_share(int turn, int turns, const int8_t* next, W8A16TileArgs* args) {
+    const int lines = static_cast<int>(ceil_div(kStepLines, turns));
+    if (turn * lines >= kStepLines) return;
+    args->fetch = next + turn * lines * args->num_steps * 64;
+    args->fetch_lines = lines;
   }
 
   bool write(int first_tile, int end_tile, int panel, int panels, const float* sums, TileGuard& guard) const {
-    const int first = first_tile * plan_.tile_rows;
-    const int column = (p_.gated ? panel / 2 : panel) * kW8A16Panel;
-    const int rows = static_cast<int>(min_of(plan_.num_tokens, int64_t{end_tile} * plan_.tile_rows)) - first;
-    const int columns = static_cast<int>(min_of((p_.gated ? 1 : panels) * kW8A16Panel, p_.out_features - column));
-    const In* bias = p_.bias != nullptr ? static_cast<const In*>(p_.bias) + column : nullptr;
     if (!guard.begin_write()) return false;
+    if (p_.gated) {
+      const auto activate = [this](VecF gate, VecF up) {
+        return (p_.activation == GatedActivation::kSilu ? Silu::apply(gate) : GeluTanh::apply(gate)) * up;
+      };
+      write_rows<true>(first_tile, end_tile, panel, panels, sums, activate);
+    } else {
+      write_rows<false>(first_tile, end_tile, panel, panels, sums, [](VecF value, VecF) { return value; });
+    }
+    guard.end_write();
+    return true;
+  }
+
+  template <bool kGated, class Activate>
+  void write_rows(int first_tile, int end_tile, int panel, int panels, const float* sums, const Activate& activate) const {
+    constexpr int kPerOutput = kGated ? 2 : 1;
+    const int first = first_tile * plan_.tile_rows;
+    const int rows = static_cast<int>(min_of(plan_.num_tokens, int64_t{end_tile} * plan_.tile_rows)) - first;
+    const int column = panel / kPerOutput * kW8A16Panel;
+    const int columns = static_cast<int>(min_of(panels / kPerOutput * kW8A16Panel, p_.out_features - column));
+    const In* bias = p_.bias != nullptr ? static_cast<const In*>(p_.bias) + column : nullptr;
     for (int r = 0; r < rows; r++) {
       Out* out = static_cast<Out*>(p_.out) + (first + r) * p_.out_stride + column;
       // Rows lie far apart, often in a page each: they are on their way before their turn.
@@ -175,18 +215,15 @@ class Multiplication {
       }
       const VecF scale = set1(row_scales_[first + r]);
       for (int j = 0; j < columns; j += kLanes) {
-        VecF value = load(sums + r * kSumsLd + j) * scale;
-        if (bias != nullptr) value += load_partial(bias + j, columns - j);
-        if (p_.gated) {
-          VecF up = load(sums + r * kSumsLd + kW8A16Panel + j) * scale;
-          if (bias != nullptr) up += load_partial(bias + p_.out_features + j, columns - j);
-          value = (p_.activation == GatedActivation::kSilu ? Silu::apply(value) : GeluTanh::apply(value)) * up;
+        const float* products = sums + r * kSumsLd + j / kW8A16Panel * kPerOutput * kW8A16Panel + j % kW8A16Panel;
+        VecF value = load(products) * scale, up = kGated ? load(products + kW8A16Panel) * scale : value;
+        if (bias != nullptr) {
+          value += load_partial(bias + j, columns - j);
+          if constexpr (kGated) up += load_partial(bias + p_.out_features + j, columns - j);
         }
-        store_partial(out + j, value, columns - j);
+        store_partial(out + j, activate(value, up), columns - j);
       }
     }
-    guard.end_write();
-    return true;
   }
 
   W8A16LinearParams p_;

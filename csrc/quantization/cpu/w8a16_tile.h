@@ -34,13 +34,13 @@ class W8A16VectorProducts {
  public:
   static void run(const W8A16TileArgs& args) {
     for (int r = 0; r < args.num_rows; r++) {
-      int32_t products[kW8A16Panel] = {};
+      int32_t high[kW8A16Panel] = {}, low[kW8A16Panel] = {};
       for (int step = 0; step < args.num_steps; step++) {
-        const uint8_t* high = args.rows + step * w8a16_record_bytes(args.num_rows) + r * kW8A16Step;
-        add_step(high, high + args.num_rows * kW8A16Step, args.weight + step * kW8A16StepBytes, products);
+        const uint8_t* x = args.rows + step * w8a16_record_bytes(args.num_rows) + r * kW8A16Step;
+        add_step(x, x + args.num_rows * kW8A16Step, args.weight + step * kW8A16StepBytes, high, low);
       }
       float values[kW8A16Panel];
-      for (int c = 0; c < kW8A16Panel; c++) values[c] = static_cast<float>(products[c]);
+      for (int c = 0; c < kW8A16Panel; c++) values[c] = static_cast<float>(high[c]) * 256.0f + static_cast<float>(low[c]);
       float* sums = args.sums + r * args.ld;
       for (int c = 0; c < kW8A16Panel; c += kLanes) {
         store(sums + c, fma(load(values + c), load(args.factors + c), args.first ? zero() : load(sums + c)));
@@ -49,11 +49,13 @@ class W8A16VectorProducts {
   }
 
  private:
-  static void add_step(const uint8_t* high, const uint8_t* low, const int8_t* weight, int32_t (&products)[kW8A16Panel]) {
+  static void add_step(const uint8_t* x_high, const uint8_t* x_low, const int8_t* weight, int32_t (&high)[kW8A16Panel],
+                       int32_t (&low)[kW8A16Panel]) {
     for (int k = 0; k < kW8A16Step; k++) {
-      const int32_t x = static_cast<int8_t>(high[k]) * 256 + low[k];
       for (int c = 0; c < kW8A16Panel; c++) {
-        products[c] += x * weight[1024 * (c / 16) + 64 * (k / 4) + 4 * (c % 16) + k % 4];
+        const int8_t w = weight[1024 * (c / 16) + 64 * (k / 4) + 4 * (c % 16) + k % 4];
+        high[c] += static_cast<int8_t>(x_high[k]) * w;
+        low[c] += x_low[k] * w;
       }
     }
   }
@@ -87,10 +89,13 @@ class W8A16VectorProducts {
     for (int step = 0; step < args.num_steps; step++) {
       const uint8_t* x = args.rows + step * w8a16_record_bytes(R);
       const int8_t* weight = args.weight + step * kW8A16StepBytes;
+      const int8_t* fetch = args.fetch + step * args.fetch_lines * 64;
 #pragma GCC unroll 2
       for (int g = 0; g < kW8A16Step / 4; g++) {
-        __builtin_prefetch(args.fetch + step * kW8A16StepBytes + 128 * g, 0, 3);
-        __builtin_prefetch(args.fetch + step * kW8A16StepBytes + 128 * g + 64, 0, 3);
+        if (2 * g < args.fetch_lines) {
+          __builtin_prefetch(fetch + 128 * g, 0, 2);
+          __builtin_prefetch(fetch + 128 * g + 64, 0, 2);
+        }
         const __m512i w[2] = {_mm512_loadu_si512(weight + 64 * g), _mm512_loadu_si512(weight + 64 * g + 1024)};
         const int chain = g % kChains;
 #pragma GCC unroll 4
@@ -113,9 +118,9 @@ class W8A16VectorProducts {
         }
         const __m512i sum = _mm512_cvtps_epi32(_mm512_loadu_ps(args.factors + kW8A16Panel + 16 * c));
         const __m512i signed_high = _mm512_sub_epi32(high[0][r][c], _mm512_slli_epi32(sum, 7));
-        const VecF product = {_mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(signed_high, 8), low[0][r][c]))};
-        float* sums = args.sums + r * args.ld + 16 * c;
-        store(sums, fma(product, load(args.factors + 16 * c), args.first ? zero() : load(sums)));
+        const VecF product = fma(VecF{_mm512_cvtepi32_ps(signed_high)}, set1(256.0f), VecF{_mm512_cvtepi32_ps(low[0][r][c])});
+        float* row = args.sums + r * args.ld + 16 * c;
+        store(row, fma(product, load(args.factors + 16 * c), args.first ? zero() : load(row)));
       }
     }
   }

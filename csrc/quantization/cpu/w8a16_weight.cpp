@@ -13,16 +13,13 @@ namespace {
 
 constexpr int64_t kRowsPerUnit = 8;
 
-int num_steps(int in_features) { return (in_features + kW8A16Step - 1) / kW8A16Step; }
-int num_groups(int in_features) { return (in_features + kW8A16Group - 1) / kW8A16Group; }
-
 // Where value k of a column is among a panel's bytes.
 int64_t place(int k, int column) {
   return int64_t{k / kW8A16Step} * kW8A16StepBytes + 1024 * (column / 16) + 64 * (k % kW8A16Step / 4) + 4 * (column % 16) +
          k % 4;
 }
 
-// Up to kW8A16Group values of a column: value = scale * q, scale = max |value| / 127, q to nearest even.
+// A group's values of a column: value = scale * q, scale = max |value| / 127, q to nearest even.
 void pack_group(const float* values, int first, int count, int column, int8_t* panel, float* factors) {
   VecF largest = zero();
   for (int i = 0; i < count; i += kLanes) largest = max_magnitude(load_partial(values + i, count - i), largest);
@@ -45,8 +42,8 @@ void pack_group(const float* values, int first, int count, int column, int8_t* p
 }
 
 void pack_panel(const PackW8A16Params& p, int64_t index) {
-  const int64_t panel_bytes = int64_t{num_steps(p.in_features)} * kW8A16StepBytes;
-  const int groups = num_groups(p.in_features);
+  const int64_t panel_bytes = int64_t{w8a16_steps(p.in_features)} * kW8A16StepBytes;
+  const int groups = w8a16_groups(p.in_features), group = w8a16_group_steps(p.in_features) * kW8A16Step;
   int8_t* panel = p.packed + index * panel_bytes;
   float* factors = p.factors + index * groups * kW8A16Factors;
   memset(panel, 0, static_cast<size_t>(panel_bytes));
@@ -54,8 +51,8 @@ void pack_panel(const PackW8A16Params& p, int64_t index) {
   for (int c = 0; c < kW8A16Panel && index * kW8A16Panel + c < p.out_features; c++) {
     const float* row = p.weight + (index * kW8A16Panel + c) * p.weight_stride;
     for (int g = 0; g < groups; g++) {
-      const int first = g * kW8A16Group, left = p.in_features - first;
-      pack_group(row + first, first, left < kW8A16Group ? left : kW8A16Group, c, panel, factors + g * kW8A16Factors);
+      const int first = g * group, left = p.in_features - first;
+      pack_group(row + first, first, left < group ? left : group, c, panel, factors + g * kW8A16Factors);
     }
   }
 }
@@ -64,11 +61,12 @@ template <class Out>
 void dequantize_row(const W8A16EmbeddingParams& p, int row) {
   const int64_t panel = p.indices[row] / kW8A16Panel;
   const int column = static_cast<int>(p.indices[row] % kW8A16Panel);
-  const int8_t* weight = p.weight + panel * num_steps(p.in_features) * kW8A16StepBytes;
-  const float* scales = p.factors + panel * num_groups(p.in_features) * kW8A16Factors + column;
+  const int8_t* weight = p.weight + panel * w8a16_steps(p.in_features) * kW8A16StepBytes;
+  const float* scales = p.factors + panel * w8a16_groups(p.in_features) * kW8A16Factors + column;
   Out* out = static_cast<Out*>(p.out) + row * p.out_stride;
+  const int group = w8a16_group_steps(p.in_features) * kW8A16Step;
   for (int k = 0; k < p.in_features; k++) {
-    from_float(scales[k / kW8A16Group * kW8A16Factors] * static_cast<float>(weight[place(k, column)]), out + k);
+    from_float(scales[k / group * kW8A16Factors] * static_cast<float>(weight[place(k, column)]), out + k);
   }
 }
 
