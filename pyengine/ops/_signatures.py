@@ -439,7 +439,8 @@ class W8A16Linear(Protocol):
     def __call__(self, out: Tensor, input: Tensor, packed_weight: Tensor, factors: Tensor, bias: Tensor | None = None) -> None:
         """out = input weight^T + bias with int8 weights and each row of input rounded to 16 bits. CPU only.
 
-        A group's sums are exact integers. Scaled, they are added in the order of k, whatever the number of rows is. A row with a NaN or an infinity gives NaN.
+        A group's sums are exact integers. Scaled, they are added in the order of k, whatever the number of rows is. A row with
+        a NaN or an infinity gives NaN.
 
         Args:
             out: [num_tokens, out_features], written; in input's type or fp32.

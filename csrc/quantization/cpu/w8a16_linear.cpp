@@ -124,38 +124,53 @@ class Multiplication {
     const int end_panel = static_cast<int>(min_of(plan_.num_panels, int64_t{part + 1} * plan_.unit_panels));
     const int64_t sums_bytes = int64_t{plan_.block_tiles} * plan_.tile_rows * kSumsLd * static_cast<int64_t>(sizeof(float));
     float* sums = static_cast<float*>(thread_scratch(static_cast<size_t>(sums_bytes)));
-    const bool once = end_tile - first_tile == 1;  // then weights are best read in one stream
+    const Rows rows{first_tile, end_tile, sums};
     for (int panel = part * plan_.unit_panels; panel < end_panel; panel += kPanels) {
-      const int panels = static_cast<int>(min_of(kPanels, end_panel - panel));
-      if (once) {
-        for (int i = 0; i < panels; i++) {
-          for (int group = 0; group < plan_.num_groups; group++) {
-            W8A16TileArgs args = tile_args(first_tile, panel + i, group, sums + i * kW8A16Panel);
-            if (panel + i + 1 < end_panel) {
-              args.fetch = args.weight + kFetchAhead;
-              args.fetch_lines = kStepLines;
-            }
-            multiply(args);
-          }
+      const Panels panels{panel, static_cast<int>(min_of(end_panel, panel + kPanels)), end_panel};
+      end_tile - first_tile == 1 ? multiply_tile(rows, panels, multiply) : multiply_tiles(rows, panels, multiply);
+      finish();
+      if (!write(rows, panels, guard)) return;
+    }
+  }
+
+  // Row tiles of a unit of work, and their sums.
+  struct Rows {
+    int first_tile, end_tile;
+    float* sums;  // [tiles * tile_rows, kSumsLd]
+  };
+  // Panels at a time, and the end of the unit's.
+  struct Panels {
+    int first, end, unit_end;
+  };
+
+  // There is little arithmetic: weights are best read in one stream.
+  template <class Multiply>
+  void multiply_tile(const Rows& rows, const Panels& panels, const Multiply& multiply) const {
+    for (int panel = panels.first; panel < panels.end; panel++) {
+      for (int group = 0; group < plan_.num_groups; group++) {
+        W8A16TileArgs args = tile_args(rows.first_tile, panel, group, rows, panels);
+        if (panel + 1 < panels.unit_end) {
+          args.fetch = args.weight + kFetchAhead;
+          args.fetch_lines = kStepLines;
         }
-      } else {
-        for (int group = 0; group < plan_.num_groups; group++) {
-          for (int tile = first_tile; tile < end_tile; tile++) {
-            float* tile_sums = sums + int64_t{tile - first_tile} * plan_.tile_rows * kSumsLd;
-            for (int i = 0; i < panels; i++) {
-              W8A16TileArgs args = tile_args(tile, panel + i, group, tile_sums + i * kW8A16Panel);
-              const bool last = group + 1 == plan_.num_groups;
-              if (!last || panel + kPanels + i < end_panel) {
-                const int8_t* next = last ? weight(panel + kPanels + i, 0) : weight(panel + i, group + 1);
-                fetch_share(tile - first_tile, end_tile - first_tile, next, &args);
-              }
-              multiply(args);
-            }
+        multiply(args);
+      }
+    }
+  }
+
+  template <class Multiply>
+  void multiply_tiles(const Rows& rows, const Panels& panels, const Multiply& multiply) const {
+    for (int group = 0; group < plan_.num_groups; group++) {
+      const bool last = group + 1 == plan_.num_groups;
+      for (int tile = rows.first_tile; tile < rows.end_tile; tile++) {
+        for (int panel = panels.first; panel < panels.end; panel++) {
+          W8A16TileArgs args = tile_args(tile, panel, group, rows, panels);
+          if (!last || panel + kPanels < panels.unit_end) {
+            fetch_share(tile, rows, last ? weight(panel + kPanels, 0) : weight(panel, group + 1), &args);
           }
+          multiply(args);
         }
       }
-      finish();
-      if (!write(first_tile, end_tile, panel, panels, sums, guard)) return;
     }
   }
 
@@ -163,12 +178,12 @@ class Multiplication {
     return p_.weight + (int64_t{panel} * plan_.num_steps + group * plan_.group_steps) * kW8A16StepBytes;
   }
 
-  W8A16TileArgs tile_args(int tile, int panel, int group, float* sums) const {
+  W8A16TileArgs tile_args(int tile, int panel, int group, const Rows& rows, const Panels& panels) const {
     const int first_step = group * plan_.group_steps;
     return {records_ + tile * plan_.tile_bytes() + first_step * w8a16_record_bytes(plan_.tile_rows),
             weight(panel, group),
             p_.factors + (int64_t{panel} * plan_.num_groups + group) * kW8A16Factors,
-            sums,
+            rows.sums + int64_t{tile - rows.first_tile} * plan_.tile_rows * kSumsLd + (panel - panels.first) * kW8A16Panel,
             kSumsLd,
             plan_.tile_rows,
             static_cast<int>(min_of(plan_.group_steps, plan_.num_steps - first_step)),
@@ -177,45 +192,46 @@ class Multiplication {
             0};
   }
 
-  // The part that tile `turn` of `turns` has in bringing a group of a panel near.
-  static void fetch_share(int turn, int turns, const int8_t* next, W8A16TileArgs* args) {
-    const int lines = static_cast<int>(ceil_div(kStepLines, turns));
+  // A tile's part in bringing a group of a panel near.
+  static void fetch_share(int tile, const Rows& rows, const int8_t* next, W8A16TileArgs* args) {
+    const int turn = tile - rows.first_tile, lines = static_cast<int>(ceil_div(kStepLines, rows.end_tile - rows.first_tile));
     if (turn * lines >= kStepLines) return;
     args->fetch = next + turn * lines * args->num_steps * 64;
     args->fetch_lines = lines;
   }
 
-  bool write(int first_tile, int end_tile, int panel, int panels, const float* sums, TileGuard& guard) const {
+  bool write(const Rows& rows, const Panels& panels, TileGuard& guard) const {
     if (!guard.begin_write()) return false;
     if (p_.gated) {
       const auto activate = [this](VecF gate, VecF up) {
         return (p_.activation == GatedActivation::kSilu ? Silu::apply(gate) : GeluTanh::apply(gate)) * up;
       };
-      write_rows<true>(first_tile, end_tile, panel, panels, sums, activate);
+      write_rows<true>(rows, panels, activate);
     } else {
-      write_rows<false>(first_tile, end_tile, panel, panels, sums, [](VecF value, VecF) { return value; });
+      write_rows<false>(rows, panels, [](VecF value, VecF) { return value; });
     }
     guard.end_write();
     return true;
   }
 
   template <bool kGated, class Activate>
-  void write_rows(int first_tile, int end_tile, int panel, int panels, const float* sums, const Activate& activate) const {
+  void write_rows(const Rows& rows, const Panels& panels, const Activate& activate) const {
     constexpr int kPerOutput = kGated ? 2 : 1;
-    const int first = first_tile * plan_.tile_rows;
-    const int rows = static_cast<int>(min_of(plan_.num_tokens, int64_t{end_tile} * plan_.tile_rows)) - first;
-    const int column = panel / kPerOutput * kW8A16Panel;
-    const int columns = static_cast<int>(min_of(panels / kPerOutput * kW8A16Panel, p_.out_features - column));
+    const int column = panels.first / kPerOutput * kW8A16Panel;
+    const int whole = (panels.end - panels.first) / kPerOutput * kW8A16Panel;
+    const int columns = static_cast<int>(min_of(whole, p_.out_features - column));
     const In* bias = p_.bias != nullptr ? static_cast<const In*>(p_.bias) + column : nullptr;
-    for (int r = 0; r < rows; r++) {
-      Out* out = static_cast<Out*>(p_.out) + (first + r) * p_.out_stride + column;
+    const int end_row = static_cast<int>(min_of(plan_.num_tokens, int64_t{rows.end_tile} * plan_.tile_rows));
+    const float* sums = rows.sums;
+    for (int row = rows.first_tile * plan_.tile_rows; row < end_row; row++, sums += kSumsLd) {
+      Out* out = static_cast<Out*>(p_.out) + row * p_.out_stride + column;
       // Rows lie far apart, often in a page each: they are on their way before their turn.
       for (int j = 0; j < columns; j += 64 / static_cast<int>(sizeof(Out))) {
         __builtin_prefetch(out + kWriteAhead * p_.out_stride + j, 1, 3);
       }
-      const VecF scale = set1(row_scales_[first + r]);
+      const VecF scale = set1(row_scales_[row]);
       for (int j = 0; j < columns; j += kLanes) {
-        const float* products = sums + r * kSumsLd + j / kW8A16Panel * kPerOutput * kW8A16Panel + j % kW8A16Panel;
+        const float* products = sums + j / kW8A16Panel * kPerOutput * kW8A16Panel + j % kW8A16Panel;
         VecF value = load(products) * scale, up = kGated ? load(products + kW8A16Panel) * scale : value;
         if (bias != nullptr) {
           value += load_partial(bias + j, columns - j);
