@@ -13,8 +13,8 @@ namespace pyengine::cpu {
 namespace PE_ISA {
 namespace {
 
-constexpr int kTokensPerUnit = 16;
-constexpr int64_t kSerialLimit = 32 * 1024;  // elements; below, waking threads costs more than the work
+constexpr int kTokensPerUnit = 8;
+constexpr int64_t kSerialLimit = 2 * 1024;  // elements; below, waking threads costs more than the work
 
 // Where one side's (keys' or values') element goes.
 template <class T, class C>

@@ -8,7 +8,7 @@ namespace pyengine::cpu {
 namespace PE_ISA {
 namespace {
 
-constexpr int64_t kElementsPerUnit = 16 * 1024;  // a unit of work for a thread
+constexpr int64_t kElementsPerUnit = 4 * 1024;  // a unit of work for a thread
 
 // The sum of squares in a fixed order: four vector sums, then the last elements.
 template <class T>
