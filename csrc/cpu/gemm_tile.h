@@ -75,6 +75,22 @@ struct NoPrefetch {
   PE_ALWAYS_INLINE void step() {}
 };
 
+// The same for a number of panels known at run time only, up to kMaxAhead, a cache line of each.
+constexpr int kMaxAhead = 4;
+struct PanelsAhead {
+  const char* next[kMaxAhead];
+  int count;  // of next
+  int64_t stride;
+
+  template <int COUNT>
+  PE_ALWAYS_INLINE Prefetch<COUNT, 1> prefetch() const {
+    Prefetch<COUNT, 1> result;
+    result.stride = stride;
+    for (int i = 0; i < COUNT; i++) result.next[i] = next[i < count ? i : 0];
+    return result;
+  }
+};
+
 // acc[r] += sum over k < count of a(r, k) * b[p][k * ldb .. + 16]
 template <int MR, int NP, class Rows, class T, class Ahead = NoPrefetch>
 PE_ALWAYS_INLINE void accumulate(Accumulators<MR, NP * kPanelVecs>& acc, const Rows& a, const T* const (&b)[NP], int64_t ldb,
@@ -161,7 +177,7 @@ struct GemmTileArgs {
   float* c;
   int64_t ldc;
   bool add;  // to c, or overwrite it
-  Prefetch<1, 1> ahead = {};
+  PanelsAhead ahead = {};
 };
 
 struct GemmTile {
@@ -176,10 +192,21 @@ struct GemmTile {
     } else {
       zero_tile(acc);
     }
-    if (args.ahead.next[0] != nullptr) {
-      accumulate<MR, NP>(acc, StridedRows<MR>(args.a, args.lda), b, args.ldb, args.k, args.ahead);
-    } else {
-      accumulate<MR, NP>(acc, StridedRows<MR>(args.a, args.lda), b, args.ldb, args.k);
+    const auto multiply = [&](auto ahead) {
+      accumulate<MR, NP>(acc, StridedRows<MR>(args.a, args.lda), b, args.ldb, args.k, ahead);
+    };
+    switch (args.ahead.count) {
+      case 0:
+        multiply(NoPrefetch{});
+        break;
+      case 1:
+        multiply(args.ahead.template prefetch<1>());
+        break;
+      case 2:
+        multiply(args.ahead.template prefetch<2>());
+        break;
+      default:
+        multiply(args.ahead.template prefetch<kMaxAhead>());
     }
     store_tile(acc, args.c, args.ldc);
   }

@@ -149,7 +149,7 @@ MUTANTS = [
         "amx",
     ),
     Mutant("subnormal numbers kept by fma", _FEW_ROWS, "before | 0x8040", "before", "batch_invariance", "amx"),
-    Mutant("later depth blocks overwrite", _LINEAR, "ldc, k0 > 0, ahead", "ldc, false, ahead", "linear"),
+    Mutant("later depth blocks overwrite", _LINEAR, "ldc, k0 > 0,\n", "ldc, false,\n", "linear"),
     Mutant(
         "bias of the panel's first half",
         _LINEAR,

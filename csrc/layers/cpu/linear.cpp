@@ -16,6 +16,7 @@ constexpr int kDepthBlock = 128;           // of k
 constexpr int kBlockTiles = 12;            // row tiles of a unit of work, at most: their results stay in the first-level cache
 constexpr int64_t kRowBlock = 128 * 1024;  // floats of input that a unit of work walks: a quarter of a 2 MB cache
 constexpr int kUnitsPerThread = 8;         // enough to even out threads of different speeds
+constexpr int kStreamAhead = 4096;         // bytes that a single row tile fetches of each panel ahead of its products
 constexpr int64_t kSerialWidenLimit = 64 * 1024;  // floats; below, waking threads costs more than widening
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -160,21 +161,38 @@ class LinearUnit {
     }
   }
 
-  // The first row tiles fetch the panels' `next` blocks meanwhile, one panel each.
   template <class T>
   void multiply_tiles(const T* const* panels, const W* const* next, const RowBlock& rows, int k0, int k) const {
     const int ldc = plan_.panels_per_group * kPanel;
     for (int tile = rows.first_tile; tile < rows.end_tile; tile++) {
-      const int i = tile - rows.first_tile, row = plan_.tiles.first_row(tile);
-      Prefetch<1, 1> ahead = {};
+      const int row = plan_.tiles.first_row(tile);
       if (k0 + k == p_.in_features) fetch_output(rows, row, plan_.tiles.rows_of(tile));
-      if (i < plan_.panels_per_group && rows.end_tile - rows.first_tile > 1) {
-        ahead = {{reinterpret_cast<const char*>(next[i])}, kPanel * static_cast<int64_t>(sizeof(W))};
-      }
-      with_tile_shape<GemmTile>(plan_.tiles.rows_of(tile), plan_.tiles.max_rows(),
-                                GemmTileArgs<T>{a_ + row * lda_ + k0, lda_, panels, kPanel, k,
-                                                rows.c + (row - rows.first) * ldc, ldc, k0 > 0, ahead});
+      with_tile_shape<GemmTile>(
+          plan_.tiles.rows_of(tile), plan_.tiles.max_rows(),
+          GemmTileArgs<T>{a_ + row * lda_ + k0, lda_, panels, kPanel, k, rows.c + (row - rows.first) * ldc, ldc, k0 > 0,
+                          panels_ahead(tile, rows, panels, next)});
     }
+  }
+
+  // What a row tile fetches meanwhile: its share of the panels' next blocks or, alone, what follows in each panel.
+  template <class T>
+  PanelsAhead panels_ahead(int tile, const RowBlock& rows, const T* const* panels, const W* const* next) const {
+    const int tiles = rows.end_tile - rows.first_tile, num_panels = plan_.panels_per_group;
+    PanelsAhead ahead = {};
+    ahead.stride = kPanel * static_cast<int64_t>(sizeof(W));
+    if (tiles == 1) {
+      // For one or two rows the loads themselves are as much as the memory gives.
+      for (int i = 0; rows.count > 2 && i < num_panels && i < kMaxAhead; i++) {
+        ahead.next[ahead.count++] = reinterpret_cast<const char*>(panels[i]) + kStreamAhead;
+      }
+    } else if (next[0] != nullptr) {
+      const int share = static_cast<int>(ceil_div(num_panels, tiles));
+      const int first = (tile - rows.first_tile) * share;
+      for (int i = first; i < num_panels && i < first + share && ahead.count < kMaxAhead; i++) {
+        ahead.next[ahead.count++] = reinterpret_cast<const char*>(next[i]);
+      }
+    }
+    return ahead;
   }
 
   void fetch_output(const RowBlock& rows, int row, int count) const {
