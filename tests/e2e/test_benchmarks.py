@@ -78,7 +78,7 @@ def test_peers_names_what_it_cannot_use(tmp_path: Path) -> None:
     ("repack", "kernel", "operations", "weight_bytes"),
     [
         ("none", "quantized_linear 1536 to 576, Q4_1", 2, 1536 * 576 * 20 // 32),
-        ("int8", "w8a16_linear 1536 to 576", 4, 1536 * 576 * (1 + 8 / 256)),  # two floats for each 256 values
+        ("int8", "w8a16_linear 1536 to 576", 4, 1536 * 576 * (1 + 8 / 512)),  # two floats for each group of values
     ],
 )
 def test_profile_accounts_for_every_kernel(
