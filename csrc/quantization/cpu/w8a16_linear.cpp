@@ -18,7 +18,7 @@ namespace {
 constexpr int64_t kRowBlockBytes = 768 * 1024;  // records of a unit's rows
 constexpr int64_t kSerialLimit = 16 * 1024;     // values; below, waking threads costs more than rounding them
 constexpr int64_t kUnitProducts = 32 << 20;     // a unit of work has about so many at least
-constexpr int kUnitsPerThread = 4;              // and there are about so many for each thread
+constexpr int kUnitsPerThread = 8;              // and there are about so many for each thread
 constexpr int kPanels = 4;                      // at a time
 constexpr int kStepLines = kW8A16StepBytes / 64;
 constexpr int kFetchAhead = 16 * 1024;  // bytes, of weights that are read in one stream
