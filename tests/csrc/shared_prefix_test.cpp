@@ -3,23 +3,15 @@
 #include "../../csrc/attention/cpu/plan/shared_prefix.h"
 
 #include <array>
-#include <cstdio>
-#include <cstdlib>
 #include <utility>
 #include <vector>
+
+#include "check.h"
 
 namespace {
 
 using namespace pyengine;
 using namespace pyengine::cpu;
-
-#define CHECK(condition)                                                            \
-  do {                                                                              \
-    if (!(condition)) {                                                             \
-      fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #condition); \
-      exit(1);                                                                      \
-    }                                                                               \
-  } while (false)
 
 constexpr int kPartition = 64;
 constexpr PrefixLimits kLimits = {kPartition, 4, 2, 6, 1, 1000};

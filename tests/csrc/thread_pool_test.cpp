@@ -13,6 +13,7 @@
 #include <thread>
 #include <vector>
 
+#include "check.h"
 #define PE_ISA scalar
 #include "../../csrc/cpu/parallel.h"
 
@@ -21,14 +22,6 @@ namespace {
 using namespace pyengine::cpu;
 using scalar::parallel_for;
 using scalar::parallel_for_restartable;
-
-#define CHECK(condition)                                                            \
-  do {                                                                              \
-    if (!(condition)) {                                                             \
-      fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #condition); \
-      exit(1);                                                                      \
-    }                                                                               \
-  } while (false)
 
 // Each tile runs once, whatever the number of tiles is; plain memory written in a tile is visible afterwards.
 void every_tile_runs_once(int rounds) {

@@ -143,11 +143,12 @@ def test_random_shapes(quantized_backend: KernelBackend, rows: int, k: int, n: i
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 16])
 def test_extreme_values_do_not_overflow(quantized_backend: KernelBackend, rows: int) -> None:
-    """The largest integers that there are, in whole groups."""
+    """The largest integers that there are, in groups of the most values."""
+    assert group_size(1152) == 576
     for sign in (1.0, -1.0):
-        x = torch.full((rows, 512), sign)
+        x = torch.full((rows, 1152), sign)
         x[rows // 2, ::2] = -1.0
-        for weight in (torch.full((32, 512), 1.0), torch.full((32, 512), -1.0)):
+        for weight in (torch.full((32, 1152), 1.0), torch.full((32, 1152), -1.0)):
             check(quantized_backend, x, weight)
 
 
