@@ -14,6 +14,8 @@ import sys
 import time
 from pathlib import Path
 
+from machine import cpu_flags
+
 HERE = Path(__file__).parent
 PEERS = ("openvino", "llamacpp", "vllm")
 
@@ -26,7 +28,7 @@ def main() -> None:
     parser.add_argument("--skip", action="append", default=[], metavar="NAME:wN", help="a pair that takes too long")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--only", nargs="+", metavar="NAME", help="of peers, contention, mixed_load, profile_step, startup, quality"
+        "--only", nargs="+", metavar="NAME", help="of peers, contention, mixed_load, profile_step, startup, quality, peers_avx2"
     )
     flags = parser.parse_args()
     rounds = ["--rounds", str(flags.rounds)]
@@ -48,6 +50,8 @@ def main() -> None:
         "quality": ("quality", ["--tokens", "4096"]),
         "peers": ("peers", [*rounds, *peers]),
     }
+    if "cpuid_fault" in cpu_flags():
+        benchmarks["peers_avx2"] = ("peers", [*rounds, *peers, "--isa", "avx2"])
     unknown = set(flags.only or []) - benchmarks.keys()
     if unknown:
         parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(benchmarks)}")

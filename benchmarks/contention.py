@@ -18,8 +18,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from machine import describe
-from peers import add_flags, check_flags, engines, run, spread, stop_cleanly, tokenize
+from peers import add_flags, check_flags, engines, machine_of, run, spread, stop_cleanly, tokenize
 from workloads import load_workloads
 
 
@@ -41,7 +40,7 @@ def main() -> None:
     flags = parser.parse_args()
     check_flags(parser, flags)
     stop_cleanly()
-    parts, workloads, machine = engines(flags), load_workloads(flags.out, tokenize), describe()
+    parts, workloads, machine = engines(flags), load_workloads(flags.out, tokenize), machine_of(flags)
     cores = int(machine["cores"])
     shares: dict[str, dict[str, list[float]]] = {engine.name: {} for engine in parts}
     for index in range(flags.rounds):

@@ -20,6 +20,11 @@ def describe() -> dict[str, str | int]:
     }
 
 
+def cpu_flags() -> frozenset[str]:
+    """What Linux says that the CPU can do; empty elsewhere."""
+    return frozenset(flag for line in _cpuinfo() if line.startswith("flags") for flag in line.partition(":")[2].split())
+
+
 def _cpuinfo() -> list[str]:
     path = Path("/proc/cpuinfo")
     return path.read_text().split("\n\n")[0].splitlines() if path.exists() else []

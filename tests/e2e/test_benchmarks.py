@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +72,30 @@ def test_peers_names_what_it_cannot_use(tmp_path: Path) -> None:
         done = subprocess.run([*command, *arguments], capture_output=True, text=True, env=environment, timeout=120)
         assert done.returncode == 2
         assert message in done.stderr
+
+
+def test_programs_can_be_limited_to_avx2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from limited_cpu import limited_environment
+    from machine import cpu_flags
+
+    if not {"cpuid_fault", "avx2"} <= cpu_flags():
+        with pytest.raises(SystemExit, match="cpuid_fault"):
+            limited_environment("avx2", tmp_path)
+        return
+    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], check=True)"
+    seen = (
+        "import signal, torch; from pyengine.ops import load_core;"
+        "signal.signal(signal.SIGTERM, lambda *_: None);"
+        "print(torch.backends.cpu.get_cpu_capability(), load_core().get_isa())"
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYENGINE_CPU_ISA", "ATEN_CPU_CAPABILITY")}
+    environment |= {"PYTHONPATH": str(ROOT)} | limited_environment("avx2", tmp_path)
+    for command in ([seen], [child, seen]):  # a process, and a child of one
+        done = subprocess.run([sys.executable, "-c", *command], capture_output=True, text=True, env=environment, timeout=120)
+        assert (done.returncode, done.stdout.split()) == (0, ["AVX2", "avx2"]), done.stderr
+    crash = subprocess.run([sys.executable, "-c", "import ctypes; ctypes.string_at(0)"], env=environment, timeout=120)
+    assert crash.returncode == -signal.SIGSEGV, "other faults must end a program as they do without"
 
 
 @pytest.mark.slow
