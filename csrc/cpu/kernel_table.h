@@ -44,6 +44,7 @@
   X(quantized_linear, QuantizedLinearParams) \
   X(w8a16_linear, W8A16LinearParams)
 #define PE_CPU_AMX_KERNELS(X)                \
+  X(linear, LinearParams)                    \
   X(paged_attention, PagedAttentionParams)   \
   X(quantized_linear, QuantizedLinearParams) \
   X(w8a16_linear, W8A16LinearParams)

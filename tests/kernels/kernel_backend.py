@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 CPU_ISAS = ("scalar", "avx2", "avx512")
-#: Those of the quantised kernels, and of attention; avx512_vnni and amx take every other kernel from avx512.
+#: Those of the quantised kernels, and of attention and linear; avx512_vnni and amx take every other kernel from avx512.
 QUANTIZED_ISAS = (*CPU_ISAS, "avx512_vnni", "amx")
 ATTENTION_ISAS = (*CPU_ISAS, "amx")
 

@@ -25,6 +25,7 @@ _AMX_SOFTMAX, _FEW_ROWS = "csrc/attention/cpu/softmax_amx.h", "csrc/attention/cp
 _KEYS, _LAUNCH = "csrc/attention/cpu/key_block.h", "csrc/attention/cpu/paged_attention.cpp"
 _RUNS = "csrc/attention/cpu/query_runs.h"
 _LINEAR, _GEMM = "csrc/layers/cpu/linear.cpp", "csrc/cpu/gemm_tile.h"
+_LINEAR_OUTPUT, _BF16_LINEAR = "csrc/layers/cpu/linear_output.h", "csrc/layers/cpu/bf16_linear_amx.h"
 _RESHAPE, _COPY = "csrc/cache/cpu/reshape_and_cache.cpp", "csrc/cache/cpu/copy_blocks.cpp"
 _ACTIVATIONS, _W8A16 = "csrc/layers/cpu/activations.h", "csrc/quantization/cpu/w8a16_linear.cpp"
 _W8A16_TILE, _W8A16_AMX = "csrc/quantization/cpu/w8a16_tile.h", "csrc/quantization/cpu/w8a16_tile_amx.h"
@@ -152,7 +153,7 @@ MUTANTS = [
     Mutant("later depth blocks overwrite", _LINEAR, "ldc, k0 > 0,\n", "ldc, false,\n", "linear"),
     Mutant(
         "bias of the panel's first half",
-        _LINEAR,
+        _LINEAR_OUTPUT,
         "load_partial(bias + column + j, count)",
         "load_partial(bias + column, count)",
         "linear",
@@ -165,6 +166,17 @@ MUTANTS = [
         "linear",
     ),
     Mutant("input widened without its stride", _LINEAR, "row * p.input_stride;", "row * p.in_features;", "linear"),
+    Mutant(
+        "block of a panel left half paired",
+        _BF16_LINEAR,
+        "advance(kBlockSteps * plan_.panels * kHalfStep);",
+        "advance(1);",
+        "linear",
+        "amx",
+    ),
+    Mutant("sums between blocks of k lost", _BF16_LINEAR, "} else if (!only) {", "} else if (false) {", "linear", "amx"),
+    Mutant("last values of k repeated", _BF16_LINEAR, "rest[i] = x[k + i];", "rest[i] = x[k];", "linear", "amx"),
+    Mutant("second row tile takes the first's rows", _BF16_LINEAR, "(rows + row_tile_bytes,", "(rows,", "linear", "amx"),
     Mutant("padding slots written", _RESHAPE, "if (slot < 0) continue;", "if (slot < -1) continue;", "cache_ops"),
     Mutant("INT8 truncated", _RESHAPE, "__builtin_rintf(code)", "__builtin_truncf(code)", "cache_ops"),
     Mutant("FP8 scale of another head", _RESHAPE, "side.scale[head] : 1.0f", "side.scale[0] : 1.0f", "cache_ops"),

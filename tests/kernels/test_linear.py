@@ -10,9 +10,10 @@ import torch
 from checks import assert_close, assert_same_bits, pairwise, poison, strided_rows
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kernel_backend import KernelBackend
+from kernel_backend import ATTENTION_ISAS, KernelBackend
 from torch import Tensor
 
+ISAS = ATTENTION_ISAS
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 TYPES = [FP32, FP16, BF16]
 ROUNDING = {FP32: 0.0, FP16: 2**-11, BF16: 2**-8}

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "../../cpu/amx.h"
+#include "../../cpu/bf16_pairs.h"
 #include "key_block.h"
 
 namespace pyengine::cpu {
@@ -16,19 +17,6 @@ namespace PE_ISA {
 constexpr int kRegisterRows = 16, kTileStride = 64, kTileBytes = 1024;  // a register: rows, bytes of a row, bytes
 constexpr int kStep = 32, kHalfStep = kStep / 2;                        // values that a product sums over, and a chain of it
 constexpr int kKeyGroups = kPartition / kPanel, kKeySteps = kPartition / kStep;
-
-// Two chains' values, pair by pair, as a register's row has them.
-PE_ALWAYS_INLINE __m512i pair_words(__m256i first, __m256i second) {
-  alignas(64) static constexpr uint16_t kOrder[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                                      8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
-  return _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), both);
-}
-// The same of fp32's upper halves.
-PE_ALWAYS_INLINE __m512i pair_upper_words(VecF first, VecF second) {
-  return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(_mm512_castps_si512(first.v), 16),
-                                 _mm512_castps_si512(second.v));
-}
 
 // The first `count` of 16 values, the rest zero.
 PE_ALWAYS_INLINE __m256i load_words(const BFloat16* p, int count) {

@@ -6,6 +6,10 @@
 #include "../../cpu/parallel.h"
 #include "../../cpu/with_type.h"
 #include "../params.h"
+#if defined(PE_SIMD_AMX)
+#include "bf16_linear_amx.h"
+#endif
+#include "linear_output.h"
 
 namespace pyengine::cpu {
 namespace PE_ISA {
@@ -59,18 +63,6 @@ const char* widen_input(const LinearParams& p, float* wide) {
     parallel_for(p.num_tokens, widen_row);
   }
   return nullptr;
-}
-
-// One finished row of one panel: adds the bias, converts, writes columns [column, column + 16) as far as they exist.
-template <class Out, class In>
-void write_row(const float* c, const In* bias, int column, int out_features, Out* out) {
-  for (int j = 0; j < kPanel; j += kLanes) {
-    const int count = out_features - column - j;
-    if (count <= 0) return;
-    VecF value = load(c + j);
-    if (bias != nullptr) value += load_partial(bias + column + j, count);
-    store_partial(out + column + j, value, count);
-  }
 }
 
 template <class Out, class In>
@@ -214,6 +206,9 @@ class LinearUnit {
 
 const char* linear(const LinearParams& p) {
   if (p.num_tokens == 0 || p.out_features == 0) return nullptr;
+#if defined(PE_SIMD_AMX)
+  if (p.dtype == DType::kBF16 && p.weight_dtype == DType::kBF16) return bf16_linear(p);
+#endif
   const LinearPlan plan(p);
   const float* a = static_cast<const float*>(p.input);
   int64_t lda = p.input_stride;
