@@ -192,13 +192,13 @@ class ReplayedStepRunner:
         return self._logits[:num_rows]
 
     def op_times(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> list[tuple[str, float]]:
-        """Run a step and the logits of all its tokens; return (op, seconds) of each op, in order."""
-        num_tokens = metadata.num_tokens
+        """Run a step and the logits of its sequences' last tokens; return (op, seconds) of each op, in order."""
         if self._embedded is not None:
             self._embed(input_ids)
         times: list[tuple[str, float]] = self._forward_plan.timed_run(self._inputs(input_ids, positions, metadata))
-        self._rows[:num_tokens].copy_(self._hidden[:num_tokens])
-        times += self._logits_plan.timed_run(self._step_inputs(num_tokens))
+        last = metadata.query_start_loc[1:].long() - 1  # [num_seqs]
+        self._rows[: len(last)].copy_(self._hidden[last])
+        times += self._logits_plan.timed_run(self._step_inputs(len(last)))
         return times
 
 
