@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 _TILE, _SOFTMAX = "csrc/attention/cpu/attention_tile.h", "csrc/attention/cpu/softmax.h"
 _ROWS, _AMX_TILE = "csrc/attention/cpu/tile_rows.h", "csrc/attention/cpu/attention_tile_amx.h"
+_SOFTMAX_ROWS = "csrc/attention/cpu/softmax_rows.h"
 _AMX_SOFTMAX, _FEW_ROWS = "csrc/attention/cpu/softmax_amx.h", "csrc/attention/cpu/bf16_rows.h"
 _KEYS, _LAUNCH = "csrc/attention/cpu/key_block.h", "csrc/attention/cpu/paged_attention.cpp"
 _RUNS = "csrc/attention/cpu/query_runs.h"
@@ -48,16 +49,30 @@ class Mutant:
 MUTANTS = [
     Mutant("causal mask sees one key more", _ROWS, "last + 1 < in_use.end ?", "last + 2 < in_use.end ?"),
     Mutant("window one wider", _ROWS, "last - p_.sliding_window + 1", "last - p_.sliding_window"),
-    Mutant("rows share keys that one does not see", _TILE, "visible[row].end < end ?", "visible[row].end > end ?"),
+    Mutant("rows share keys that one does not see", _TILE, "end = keys.end < end ?", "end = keys.end > end ?"),
     Mutant(
-        "keys before the common ones left out", _TILE, "add_range(block, row, 1, memory_.visible[row].begin, begin, state)", ""
+        "keys before the common ones left out",
+        _TILE,
+        "add_range(block, rows, row, 1, {rows.keys_of(row).begin, begin}, state)",
+        "",
     ),
-    Mutant("sums not rescaled", _SOFTMAX, "if (factor != 1.0f) scale_row(out_row, factor, ld);", ""),
+    Mutant(
+        "keys that the last row alone sees",
+        _TILE,
+        "any.begin = keys.begin < any.begin ? keys.begin",
+        "any.begin = true ? keys.begin",
+    ),
+    Mutant("keys of a page in its group's first columns", _KEYS, "group_size + column", "group_size"),
+    Mutant("sums not rescaled", _SOFTMAX, "if (factor != 1.0f) scale_row(out_row, factor, ld);", "", isa="avx512"),
+    Mutant("weighted sums not rescaled", _SOFTMAX_ROWS, "if (factor[r] != 1.0f) scale_row", "if (false) scale_row"),
+    Mutant("sums of weights not rescaled", _SOFTMAX_ROWS, "state.sum[r] * factor[r] + sum", "state.sum[r] + sum"),
+    Mutant("first keys of a window not masked", _SOFTMAX_ROWS, "{first, last}", "{last, last}"),
     Mutant(
         "later partition not rescaled", _SOFTMAX, "fma(load(b + j), fb, load(a + j) * fa)", "load(b + j) + load(a + j) * fa"
     ),
     Mutant("sink left out", _SOFTMAX, "sum = sum * factor + exp_scalar(*sink - new_max);", "sum = sum * factor;"),
-    Mutant("ALiBi by the key's place in its block", _SOFTMAX, "index + set1(distance)", "index"),
+    Mutant("ALiBi by the key's place in its block", _SOFTMAX, "index + set1(distance)", "index", isa="avx512"),
+    Mutant("ALiBi by the key's place in its vector", _SOFTMAX_ROWS, "set1(distance + static_cast<float>(i))", "set1(distance)"),
     Mutant("soft-cap twice as hard", _SOFTMAX, "exp(x * set1(2.0f / cap))", "exp(x * set1(4.0f / cap))"),
     Mutant(
         "NaN in unwritten slots survives the mask",

@@ -1,33 +1,36 @@
 // One tile of attention in fp32, the keys in blocks. Any cache type.
 #pragma once
 #include "key_block.h"
+#include "softmax_rows.h"
 #include "tile_rows.h"
 
 namespace pyengine::cpu {
 namespace PE_ISA {
 
+// Row tiles that go from keys to values together: their logits, and a panel of keys or values, stay in the first-level cache.
+constexpr int kLogitTiles = 4;
+constexpr bool kWeighsInPowersOf2 = kLanes == 8;  // else in e^x, block by block
+constexpr int kLogitRows = kLogitTiles * kMaxRows;
 constexpr int kWidePanelColumns = kPanel * (kWidePanels > kPanels ? kWidePanels : kPanels);
 
 // A tile's working memory, cut from one allocation.
 struct TileMemory {
-  float* query;       // [rows, ld_value], fp32
-  float* logits;      // [rows, kKeyBlock]
-  float* keys;        // [head_dim, kKeyBlock]
-  float* values;      // [kKeyBlock, ld_value]
-  float* states;      // two of [rows]
-  KeyRange* visible;  // [rows], of a block
+  float* query;   // [rows, ld_value], fp32
+  float* logits;  // [kLogitRows, kKeyBlock]
+  float* keys;    // [kGroups, head_dim, 16]
+  float* values;  // [ld_value / 16, kKeyBlock, 16]
+  float* states;  // two of [rows]
 
   static int64_t floats(const TileShape& shape, int head_dim) {
-    return int64_t{shape.max_rows} * (shape.ld_value + kKeyBlock + 2) + int64_t{kKeyBlock} * (head_dim + shape.ld_value) +
+    return int64_t{shape.max_rows} * shape.ld_value + int64_t{kKeyBlock} * (kLogitRows + head_dim + shape.ld_value) +
            2 * shape.state_floats(shape.max_rows);
   }
   TileMemory(float* memory, const TileShape& shape, int head_dim)
       : query(memory),
         logits(query + shape.max_rows * shape.ld_value),
-        keys(logits + shape.max_rows * kKeyBlock),
+        keys(logits + kLogitRows * kKeyBlock),
         values(keys + head_dim * kKeyBlock),
-        states(values + kKeyBlock * shape.ld_value),
-        visible(reinterpret_cast<KeyRange*>(states + 2 * shape.state_floats(shape.max_rows))) {}
+        states(values + kKeyBlock * shape.ld_value) {}
 };
 
 // Products [rows, 16 NP] of query rows and NP groups of keys, as GemmTile; meanwhile the same tokens' values are fetched.
@@ -61,7 +64,7 @@ struct WeightedSumArgs {
   const float* weights;
   const KeyBlock<T>* block;
   int begin, end;
-  const int* columns;  // [panels], first column of each panel
+  const int* panels;  // [panels], of 16 columns each
   float* out;
   int ld_out;
 };
@@ -80,7 +83,8 @@ struct WeightedSum {
       if (begin >= end) continue;
       const T* b[NP];
 #pragma GCC unroll 4
-      for (int p = 0; p < NP; p++) b[p] = values.values + (begin - values.offset) * args.block->value_stride + args.columns[p];
+      for (int p = 0; p < NP; p++)
+        b[p] = values.values + (begin - values.offset) * args.block->value_stride + args.panels[p] * args.block->panel_stride;
       accumulate<MR, NP>(acc, FixedRows<kKeyBlock>{args.weights + begin}, b, args.block->value_stride, end - begin,
                          ahead<NP>(args, begin / kPanel));
     }
@@ -95,7 +99,7 @@ struct WeightedSum {
       constexpr int kLines = NP * sizeof(T) < 4 ? 1 : NP * sizeof(T) / 4;
       const T* next = args.block->next_keys[group];
       if (next == nullptr) return Prefetch<1, kLines>{{reinterpret_cast<const char*>(args.block->groups[group])}, 0};
-      return Prefetch<1, kLines>{{reinterpret_cast<const char*>(next + args.columns[0] * kPanel)}, 64 * kLines};
+      return Prefetch<1, kLines>{{reinterpret_cast<const char*>(next + args.panels[0] * kPanel * kPanel)}, 64 * kLines};
     } else {
       return NoPrefetch();
     }
@@ -105,7 +109,7 @@ struct WeightedSum {
 template <class T>
 class TileRunner {
  public:
-  static constexpr int kTileRows = 96;                   // query rows of a prefill tile
+  static constexpr int kTileRows = 192;                  // query rows of a prefill tile
   static constexpr int kOutColumns = kWidePanelColumns;  // a state's rows are multiples of it
   static int64_t memory_floats(const TileShape& shape, int head_dim) { return TileMemory::floats(shape, head_dim); }
 
@@ -120,7 +124,8 @@ class TileRunner {
         pages_(p, tile.seq, tile.kv_head),
         num_rows_(rows_.count()),
         row_tiles_(num_rows_),
-        options_{p.scale, p.logit_softcap, p.alibi_slopes != nullptr} {
+        options_{p.scale, p.logit_softcap, p.alibi_slopes != nullptr},
+        form_(options_) {
     with_float_type(p.dtype, [&](auto type) {
       widen_query<decltype(type)>();
       return nullptr;
@@ -160,25 +165,46 @@ class TileRunner {
     }
   }
 
+  // Some of the row tiles, and what each row sees of a block that starts at position `start`.
+  struct RowBlock {
+    int first_tile, end_tile, first, end;
+    int64_t start;
+    KeyRange visible[kLogitRows], any;
+
+    RowBlock(const TileRunner& tile, int first_row_tile, int64_t first_position, KeyRange in_use)
+        : first_tile(first_row_tile), start(first_position), any{kKeyBlock, 0} {
+      const RowTiles& tiles = tile.row_tiles_;
+      end_tile = first_tile + kLogitTiles < tiles.count ? first_tile + kLogitTiles : tiles.count;
+      first = tiles.first_row(first_tile), end = tiles.first_row(end_tile);
+      for (int row = first; row < end; row++) {
+        const KeyRange keys = tile.rows_.visible(row, start, in_use);
+        visible[row - first] = keys;
+        if (keys.empty()) continue;
+        any.begin = keys.begin < any.begin ? keys.begin : any.begin;
+        any.end = keys.end > any.end ? keys.end : any.end;
+      }
+    }
+    KeyRange keys_of(int row) const { return visible[row - first]; }
+  };
+  float* logits_of(const RowBlock& rows, int row) const { return memory_.logits + (row - rows.first) * kKeyBlock; }
+
   template <class B>
   void run_block(int64_t start, const KeyBlock<B>& block, const SoftmaxState& state) const {
-    multiply_keys(block);
-    for (int row = 0; row < num_rows_; row++) {
-      const KeyRange keys = rows_.visible(row, start, {block.begin, block.end});
-      memory_.visible[row] = keys;
-      if (keys.empty()) continue;
-      softmax_row(memory_.logits + row * kKeyBlock, keys.begin, keys.end, options_, rows_.alibi_slope(row),
-                  static_cast<float>(start - rows_.position(row)), indices_, state.out + row * state.ld, state.ld,
-                  state.max + row, state.sum + row);
+    for (int tile = 0; tile < row_tiles_.count; tile += kLogitTiles) {
+      const RowBlock rows(*this, tile, start, {block.begin, block.end});
+      if (rows.any.empty()) continue;
+      multiply_keys(block, rows);
+      weigh(rows, state);
+      for (int i = rows.first_tile; i < rows.end_tile; i++) add_values(block, rows, i, state);
     }
-    for (int tile = 0; tile < row_tiles_.count; tile++) add_values(block, tile, state);
   }
 
-  // logits [rows, kKeyBlock] = query * keys, in whole panels; columns outside the block's keys hold anything.
+  // logits [rows, kKeyBlock] = query * keys, in whole panels that hold a key which some row sees; the other columns hold
+  // anything.
   template <class B>
-  void multiply_keys(const KeyBlock<B>& block) const {
+  void multiply_keys(const KeyBlock<B>& block, const RowBlock& rows) const {
     const int panels = panels_for(row_tiles_.max_rows());
-    const int first = block.begin / kPanel, last = (block.end - 1) / kPanel;
+    const int first = rows.any.begin / kPanel, last = (rows.any.end - 1) / kPanel;
     for (int group = first / panels * panels; group <= last; group += panels) {
       const B* keys[kWidePanelColumns / kPanel];
       const B* values[kWidePanelColumns / kPanel];
@@ -187,58 +213,72 @@ class TileRunner {
         keys[i] = block.groups[source];
         values[i] = block.value_groups[source];
       }
-      for (int tile = 0; tile < row_tiles_.count; tile++) {
-        const int row = row_tiles_.first_row(tile), rows = row_tiles_.rows_of(tile);
-        const GemmTileArgs<B> args{memory_.query + row * shape_.ld_value,
-                                   shape_.ld_value,
-                                   keys,
-                                   block.key_stride,
-                                   p_.head_dim,
-                                   memory_.logits + row * kKeyBlock + group * kPanel,
-                                   kKeyBlock,
-                                   false};
+      for (int tile = rows.first_tile; tile < rows.end_tile; tile++) {
+        const int row = row_tiles_.first_row(tile), count = row_tiles_.rows_of(tile);
+        const GemmTileArgs<B> args{memory_.query + row * shape_.ld_value, shape_.ld_value, keys, block.key_stride, p_.head_dim,
+                                   logits_of(rows, row) + group * kPanel, kKeyBlock,       false};
         if (fetches_ahead(block)) {
-          with_tile_shape<KeyProduct>(rows, rows, KeyProductArgs<B>{args, values});
+          with_tile_shape<KeyProduct>(count, count, KeyProductArgs<B>{args, values});
         } else {
-          with_tile_shape<GemmTile>(rows, row_tiles_.max_rows(), args);
+          with_tile_shape<GemmTile>(count, row_tiles_.max_rows(), args);
         }
       }
     }
   }
 
+  // From logits to weights.
+  void weigh(const RowBlock& rows, const SoftmaxState& all) const {
+    const SoftmaxState state = {all.out + rows.first * all.ld, all.max + rows.first, all.sum + rows.first, all.ld};
+    for (int r = 0; r < rows.end - rows.first; r++) {
+      const KeyRange keys = rows.visible[r];
+      if (keys.empty()) continue;
+      const int row = rows.first + r;
+      const float slope = rows_.alibi_slope(row), distance = static_cast<float>(rows.start - rows_.position(row));
+      if constexpr (kWeighsInPowersOf2) {
+        if (form_.transformed) transform_logits(logits_of(rows, row), keys, options_, slope, distance, indices_);
+      } else {
+        softmax_row(logits_of(rows, row), keys.begin, keys.end, options_, slope, distance, indices_, state.out + r * state.ld,
+                    state.ld, state.max + r, state.sum + r);
+      }
+    }
+    if constexpr (kWeighsInPowersOf2)
+      weigh_rows<kLogitRows>(memory_.logits, rows.end - rows.first, rows.visible, form_, indices_, state);
+  }
+
   // The rows of a tile share the keys that all of them see; what only some see, before and after, goes row by row. So a row
   // never touches a value that it must not see, and each row's chain of fma is the same in any company.
   template <class B>
-  void add_values(const KeyBlock<B>& block, int tile, const SoftmaxState& state) const {
-    const int first = row_tiles_.first_row(tile), rows = row_tiles_.rows_of(tile);
+  void add_values(const KeyBlock<B>& block, const RowBlock& rows, int tile, const SoftmaxState& state) const {
+    const int first = row_tiles_.first_row(tile), count = row_tiles_.rows_of(tile);
     int begin = 0, end = kKeyBlock;
-    for (int row = first; row < first + rows; row++) {
-      begin = memory_.visible[row].begin > begin ? memory_.visible[row].begin : begin;
-      end = memory_.visible[row].end < end ? memory_.visible[row].end : end;
+    for (int row = first; row < first + count; row++) {
+      const KeyRange keys = rows.keys_of(row);
+      begin = keys.begin > begin ? keys.begin : begin;
+      end = keys.end < end ? keys.end : end;
     }
     if (begin >= end) {
-      for (int row = first; row < first + rows; row++)
-        add_range(block, row, 1, memory_.visible[row].begin, memory_.visible[row].end, state);
+      for (int row = first; row < first + count; row++) add_range(block, rows, row, 1, rows.keys_of(row), state);
       return;
     }
-    for (int row = first; row < first + rows; row++) add_range(block, row, 1, memory_.visible[row].begin, begin, state);
-    add_range(block, first, rows, begin, end, state);
-    for (int row = first; row < first + rows; row++) add_range(block, row, 1, end, memory_.visible[row].end, state);
+    for (int row = first; row < first + count; row++) add_range(block, rows, row, 1, {rows.keys_of(row).begin, begin}, state);
+    add_range(block, rows, first, count, {begin, end}, state);
+    for (int row = first; row < first + count; row++) add_range(block, rows, row, 1, {end, rows.keys_of(row).end}, state);
   }
 
   template <class B>
-  void add_range(const KeyBlock<B>& block, int row, int rows, int begin, int end, const SoftmaxState& state) const {
-    if (begin >= end) return;
-    const int panels = panels_for(rows), total = shape_.ld_value / kPanel;
+  void add_range(const KeyBlock<B>& block, const RowBlock& rows, int row, int count, KeyRange keys,
+                 const SoftmaxState& state) const {
+    if (keys.empty()) return;
+    const int panels = panels_for(count), total = shape_.ld_value / kPanel;
     for (int panel = 0; panel < total; panel += panels) {
-      int columns[kWidePanelColumns / kPanel];
-      for (int i = 0; i < panels; i++) columns[i] = kPanel * (panel + i < total ? panel + i : total - 1);
+      int sources[kWidePanelColumns / kPanel];
+      for (int i = 0; i < panels; i++) sources[i] = panel + i < total ? panel + i : total - 1;
       const WeightedSumArgs<B> args{
-          memory_.logits + row * kKeyBlock, &block, begin, end, columns, state.out + row * state.ld + panel * kPanel, state.ld};
+          logits_of(rows, row), &block, keys.begin, keys.end, sources, state.out + row * state.ld + panel * kPanel, state.ld};
       if (fetches_ahead(block)) {
-        with_tile_shape<WeightedSum<true>>(rows, rows, args);
+        with_tile_shape<WeightedSum<true>>(count, count, args);
       } else {
-        with_tile_shape<WeightedSum<false>>(rows, rows, args);
+        with_tile_shape<WeightedSum<false>>(count, count, args);
       }
     }
   }
@@ -259,6 +299,7 @@ class TileRunner {
   int num_rows_;
   RowTiles row_tiles_;
   LogitOptions options_;
+  LogitForm form_;
 };
 
 }  // namespace PE_ISA

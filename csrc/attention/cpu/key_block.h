@@ -12,7 +12,7 @@ namespace PE_ISA {
 constexpr int kKeyBlock = 128;
 constexpr int kPartition = 256;
 constexpr int kGroups = kKeyBlock / kPanel;
-constexpr int kDirectRows = 8;  // with more query rows than this, half-precision pages are widened once for all of them
+constexpr int kDirectRows = 8;  // with more query rows than this, pages are brought into the products' order for all of them
 static_assert(kPartition % kKeyBlock == 0);
 
 constexpr int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
@@ -37,7 +37,8 @@ struct KeyBlock {
   int64_t key_stride;
   ValueRun<T> runs[kGroups];  // of [begin, end)
   int num_runs;
-  int64_t value_stride;
+  int64_t value_stride;            // from a token's value to the next one's
+  int64_t panel_stride;            // from 16 of a value's dimensions to the next 16
   const T* value_groups[kGroups];  // the first value of each group in use, for fetching ahead; else null
   const T* next_keys[kGroups];     // the next block's groups, where there are any; else null
 };
@@ -62,13 +63,13 @@ class SequencePages {
   // Pages feed the micro-kernels as they are when 16 tokens of a key page, and 16 dimensions of a value, can be read at once.
   bool direct(int rows) const {
     static_assert(sizeof(T) > 1, "8-bit pages are widened");
-    return p_.block_size % kPanel == 0 && p_.head_dim % kPanel == 0 && (sizeof(T) == sizeof(float) || rows <= kDirectRows);
+    return p_.block_size % kPanel == 0 && p_.head_dim % kPanel == 0 && rows <= kDirectRows;
   }
 
   // Tokens [first + begin, first + end), `first` being the block's first position.
   // Positions up to `limit` are in use, for what is fetched ahead.
   KeyBlock<T> view(int64_t first, int begin, int end, int64_t limit) const {
-    KeyBlock<T> block{begin, end, {}, p_.k_dim_stride, {}, 0, p_.v_token_stride, {}, {}};
+    KeyBlock<T> block{begin, end, {}, p_.k_dim_stride, {}, 0, p_.v_token_stride, kPanel, {}, {}};
     for (int group = 0; group < kGroups; group++) {
       const int64_t position = first + kKeyBlock + group * kPanel;
       if (position < limit) block.next_keys[group] = key(position);
@@ -85,18 +86,23 @@ class SequencePages {
     return block;
   }
 
-  // The same, widened to fp32 and dequantised: keys [head_dim, kKeyBlock], values [kKeyBlock, round_up(head_dim, 16)].
+  // The same, widened to fp32 and dequantised, each panel of 16 columns by itself, so that it fills the cache's sets evenly:
+  // keys [kGroups, head_dim, 16], values [ceil(head_dim / 16), kKeyBlock, 16].
   KeyBlock<float> widened(int64_t first, int begin, int end, float* keys, float* values) const {
-    const int width = round_up(p_.head_dim, kPanel);
+    const int64_t group_size = int64_t{kPanel} * p_.head_dim;
     for (int token = begin; token < end;) {
       const int count = run_length(first + token, end - token);
-      widen_keys(first + token, count, keys + token);
-      for (int i = 0; i < count; i++) widen_value(first + token + i, values + (token + i) * width);
-      token += count;
+      widen_values(first + token, count, values + token * kPanel);
+      for (const int run_end = token + count; token < run_end;) {
+        const int column = token % kPanel, left = kPanel - column;
+        const int columns = run_end - token < left ? run_end - token : left;
+        widen_keys(first + token, columns, keys + token / kPanel * group_size + column);
+        token += columns;
+      }
     }
-    KeyBlock<float> block{begin, end, {}, kKeyBlock, {}, 1, width, {}, {}};
-    for (int group = begin / kPanel; group * kPanel < end; group++) block.groups[group] = keys + group * kPanel;
-    block.runs[0] = {values + begin * width, begin, end - begin};
+    KeyBlock<float> block{begin, end, {}, kPanel, {}, 1, kPanel, kPanel * kKeyBlock, {}, {}};
+    for (int group = begin / kPanel; group * kPanel < end; group++) block.groups[group] = keys + group * group_size;
+    block.runs[0] = {values + begin * kPanel, begin, end - begin};
     return block;
   }
 
@@ -123,28 +129,42 @@ class SequencePages {
                               : scale[kv_head_];
   }
 
+  // count keys of one page, at most 16, into out [head_dim, 16].
   void widen_keys(int64_t position, int count, float* out) const {
     const T* source = key(position);
-    float scale[kKeyBlock];
-    if (p_.k_scale != nullptr) {
-      for (int i = 0; i < count; i++)
-        scale[i] = scale_of(p_.k_scale, p_.k_scale_block_stride, p_.k_scale_head_stride, position + i);
-    }
-    for (int d = 0; d < p_.head_dim; d++, source += p_.k_dim_stride, out += kKeyBlock) {
-      for (int i = 0; i < count; i += kLanes) {
-        VecF x = load_partial(source + i, count - i);
-        if (p_.k_scale != nullptr) x *= load_partial(scale + i, count - i);
-        store_partial(out + i, x, count - i);
+    if (p_.k_scale == nullptr) return widen_columns(source, count, out, [](VecF x, int) { return x; });
+    float scale[kPanel];
+    for (int i = 0; i < count; i++)
+      scale[i] = scale_of(p_.k_scale, p_.k_scale_block_stride, p_.k_scale_head_stride, position + i);
+    widen_columns(source, count, out, [&](VecF x, int i) { return x * load_partial(scale + i, count - i); });
+  }
+
+  template <class Scaled>
+  PE_ALWAYS_INLINE void widen_columns(const T* source, int count, float* out, const Scaled& scaled) const {
+    if (count == kPanel) {
+      for (int d = 0; d < p_.head_dim; d++, source += p_.k_dim_stride, out += kPanel) {
+        for (int i = 0; i < kPanel; i += kLanes) store(out + i, scaled(load(source + i), i));
       }
+      return;
+    }
+    for (int d = 0; d < p_.head_dim; d++, source += p_.k_dim_stride, out += kPanel) {
+      for (int i = 0; i < count; i += kLanes) store_partial(out + i, scaled(load_partial(source + i, count - i), i), count - i);
     }
   }
 
-  void widen_value(int64_t position, float* out) const {
-    const T* source = value(position);
-    const VecF scale = set1(scale_of(p_.v_scale, p_.v_scale_block_stride, p_.v_scale_head_stride, position));
-    int d = 0;
-    for (; d < p_.head_dim; d += kLanes) store(out + d, load_partial(source + d, p_.head_dim - d) * scale);
-    for (; d < round_up(p_.head_dim, kPanel); d += kLanes) store(out + d, zero());
+  // count values of one page into out [ceil(head_dim / 16), kKeyBlock, 16], beyond head_dim zeros.
+  void widen_values(int64_t position, int count, float* out) const {
+    const int whole = p_.head_dim / kPanel * kPanel, columns = p_.head_dim - whole;
+    for (int token = 0; token < count; token++, out += kPanel) {
+      const T* source = value(position + token);
+      float* to = out;
+      const VecF scale = set1(scale_of(p_.v_scale, p_.v_scale_block_stride, p_.v_scale_head_stride, position + token));
+      for (int d = 0; d < whole; d += kPanel, to += kPanel * kKeyBlock) {
+        for (int i = 0; i < kPanel; i += kLanes) store(to + i, load(source + d + i) * scale);
+      }
+      for (int i = 0; i < kPanel && columns > 0; i += kLanes)
+        store(to + i, i < columns ? load_partial(source + whole + i, columns - i) * scale : zero());
+    }
   }
 
   const PagedAttentionParams& p_;

@@ -31,8 +31,8 @@ class Launch {
  public:
   explicit Launch(const PagedAttentionParams& p)
       : p_(p),
-        tokens_(tokens_per_tile(p, Runner::kTileRows)),
         threads_(get_num_threads()),
+        tokens_(tokens_per_tile(p, tile_rows())),
         shape_(p, tokens_, Runner::kOutColumns),
         prefixes_(find_shared_prefixes(p, prefix_limits())),
         prefix_shape_(p, most_prefix_tokens(), Runner::kOutColumns) {}
@@ -77,6 +77,11 @@ class Launch {
   bool is_split(const QueryRun& run) const { return cost(run) > split_above_ && num_partitions(run) > 1; }
 
   int tokens_of(int rows) const { return rows > shape_.group ? rows / shape_.group : 1; }
+  // Twice as many where that leaves enough tiles: keys and values are brought into the products' order once a tile.
+  int tile_rows() const {
+    const int64_t tiles = int64_t{p_.num_tokens} * p_.num_heads / (2 * Runner::kTileRows);
+    return tiles < int64_t{kTilesPerThread} * threads_ ? Runner::kTileRows : 2 * Runner::kTileRows;
+  }
   int most_prefix_tokens() const { return tokens_of(Runner::kTileRows); }
   int64_t row_state_bytes() const { return int64_t{shape_.ld_out + 2} * static_cast<int64_t>(sizeof(float)); }
   PrefixLimits prefix_limits() const {
@@ -245,7 +250,7 @@ class Launch {
   }
 
   const PagedAttentionParams& p_;
-  int tokens_, threads_;
+  int threads_, tokens_;
   TileShape shape_;
   SharedPrefixes prefixes_;
   TileShape prefix_shape_;

@@ -8,6 +8,8 @@
 namespace pyengine::cpu {
 namespace PE_ISA {
 
+constexpr float kLog2E = 1.44269504f;
+
 // Weighted sum of values so far: out [rows, ld] is relative to exp(max), and sum is its denominator.
 struct SoftmaxState {
   float* out;

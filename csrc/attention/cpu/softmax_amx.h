@@ -1,39 +1,16 @@
 // Softmax of a row's logits in a partition, in one piece. Weights come out rounded to bf16, their sum before they are.
 #pragma once
 #include "bf16_tiles.h"
-#include "softmax.h"
+#include "softmax_rows.h"
 #include "tile_rows.h"
 
 namespace pyengine::cpu {
 namespace PE_ISA {
 
-// How logits go into 2^x: weight = 2^(logit * factor - shift). They may have been brought into their final form before.
-struct LogitForm {
-  bool transformed;  // soft-capped or with ALiBi's bias, else bare products of query and key
-  float to_natural;  // times this, in the units of SoftmaxState::max
-  float factor;      // times this, for 2^x
-
-  explicit LogitForm(const LogitOptions& options)
-      : transformed(options.softcap > 0.0f || options.alibi || !(options.scale > 0.0f)),
-        to_natural(transformed ? 1.0f : options.scale),
-        factor(to_natural * 1.44269504f) {}
-};
-
 // Lanes [16 i, 16 i + 16) of a row that lie in `keys`.
 PE_ALWAYS_INLINE __mmask16 lanes_within(KeyRange keys, int i) {
   const auto below = [i](int end) { return end <= 16 * i ? 0u : end >= 16 * i + 16 ? 0xffffu : (1u << (end - 16 * i)) - 1; };
   return static_cast<__mmask16>(below(keys.end) & ~below(keys.begin));
-}
-
-// Brings products q * k in s [kPartition] into their final form. `distance`: the partition's first position less the row's.
-inline void transform_logits(float* s, KeyRange keys, const LogitOptions& options, float slope, float distance,
-                             const LaneIndices& indices) {
-  for (int i = keys.begin / kLanes * kLanes; i < keys.end; i += kLanes) {
-    VecF x = load(s + i) * set1(options.scale);
-    if (options.softcap > 0.0f) x = soft_cap(x, options.softcap);
-    if (options.alibi) x = fma(set1(slope), load(indices.value) + set1(distance + static_cast<float>(i)), x);
-    store(s + i, x);
-  }
 }
 
 inline float largest_logit(const float* s, KeyRange keys) {
