@@ -109,7 +109,7 @@ struct WeightedSum {
 template <class T>
 class TileRunner {
  public:
-  static constexpr int kTileRows = 192;                  // query rows of a prefill tile
+  static constexpr int kTileRows = 96;                   // query rows of a prefill tile
   static constexpr int kOutColumns = kWidePanelColumns;  // a state's rows are multiples of it
   static int64_t memory_floats(const TileShape& shape, int head_dim) { return TileMemory::floats(shape, head_dim); }
 
