@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 _TILE, _SOFTMAX = "csrc/attention/cpu/attention_tile.h", "csrc/attention/cpu/softmax.h"
 _ROWS, _AMX_TILE = "csrc/attention/cpu/tile_rows.h", "csrc/attention/cpu/attention_tile_amx.h"
-_SOFTMAX_ROWS = "csrc/attention/cpu/softmax_rows.h"
+_SOFTMAX_ROWS, _FEW_PAGES = "csrc/attention/cpu/softmax_rows.h", "csrc/attention/cpu/few_rows.h"
 _AMX_SOFTMAX, _FEW_ROWS = "csrc/attention/cpu/softmax_amx.h", "csrc/attention/cpu/bf16_rows.h"
 _KEYS, _LAUNCH = "csrc/attention/cpu/key_block.h", "csrc/attention/cpu/paged_attention.cpp"
 _RUNS = "csrc/attention/cpu/query_runs.h"
@@ -63,6 +63,13 @@ MUTANTS = [
         "any.begin = true ? keys.begin",
     ),
     Mutant("keys of a page in its group's first columns", _KEYS, "group_size + column", "group_size"),
+    Mutant(
+        "odd columns taken for even ones",
+        _FEW_PAGES,
+        "_mm256_shuffle_ps(low, high, 0xdd)",
+        "_mm256_shuffle_ps(low, high, 0x88)",
+    ),
+    Mutant("few rows see all of a page", _FEW_PAGES, "run_end < args.keys.end ? run_end : args.keys.end", "run_end"),
     Mutant("sums not rescaled", _SOFTMAX, "if (factor != 1.0f) scale_row(out_row, factor, ld);", "", isa="avx512"),
     Mutant("weighted sums not rescaled", _SOFTMAX_ROWS, "if (factor[r] != 1.0f) scale_row", "if (false) scale_row"),
     Mutant("sums of weights not rescaled", _SOFTMAX_ROWS, "state.sum[r] * factor[r] + sum", "state.sum[r] + sum"),

@@ -1,5 +1,6 @@
 // One tile of attention in fp32, the keys in blocks. Any cache type.
 #pragma once
+#include "few_rows.h"
 #include "key_block.h"
 #include "softmax_rows.h"
 #include "tile_rows.h"
@@ -33,76 +34,26 @@ struct TileMemory {
         states(values + kKeyBlock * shape.ld_value) {}
 };
 
-// Products [rows, 16 NP] of query rows and NP groups of keys, as GemmTile; meanwhile the same tokens' values are fetched.
-template <class T>
-struct KeyProductArgs {
-  GemmTileArgs<T> gemm;
-  const T* const* values;  // [panels]
-};
-
-struct KeyProduct {
-  template <int MR, int NP, class T>
-  static void run(const KeyProductArgs<T>& args) {
-    Accumulators<MR, NP * kPanelVecs> acc;
-    zero_tile(acc);
-    const T* b[NP];
-    Prefetch<NP, 1> ahead;
-    ahead.stride = kPanel * sizeof(T);
-#pragma GCC unroll 4
-    for (int p = 0; p < NP; p++) {
-      b[p] = args.gemm.panels[p];
-      ahead.next[p] = reinterpret_cast<const char*>(args.values[p]);
-    }
-    accumulate<MR, NP>(acc, StridedRows<MR>(args.gemm.a, args.gemm.lda), b, args.gemm.ldb, args.gemm.k, ahead);
-    store_tile(acc, args.gemm.c, args.gemm.ldc);
-  }
-};
-
-// out [rows, 16 NP] += weights [rows, kKeyBlock] * values, over tokens [begin, end) of a block.
-template <class T>
+// out [rows, 16 NP] += weights [rows, kKeyBlock] * values [panels, kKeyBlock, 16], over some keys of a widened block.
 struct WeightedSumArgs {
   const float* weights;
-  const KeyBlock<T>* block;
-  int begin, end;
+  const float* values;
+  KeyRange keys;
   const int* panels;  // [panels], of 16 columns each
   float* out;
   int ld_out;
 };
 
-// With AHEAD, the next block's keys are fetched meanwhile: for decodes, which wait for memory.
-template <bool AHEAD>
 struct WeightedSum {
-  template <int MR, int NP, class T>
-  static void run(const WeightedSumArgs<T>& args) {
+  template <int MR, int NP>
+  static void run(const WeightedSumArgs& args) {
     Accumulators<MR, NP * kPanelVecs> acc;
     load_tile(acc, args.out, args.ld_out);
-    for (int i = 0; i < args.block->num_runs; i++) {
-      const ValueRun<T>& values = args.block->runs[i];
-      const int begin = values.offset > args.begin ? values.offset : args.begin;
-      const int run_end = values.offset + values.count, end = run_end < args.end ? run_end : args.end;
-      if (begin >= end) continue;
-      const T* b[NP];
+    const float* b[NP];
 #pragma GCC unroll 4
-      for (int p = 0; p < NP; p++)
-        b[p] = values.values + (begin - values.offset) * args.block->value_stride + args.panels[p] * args.block->panel_stride;
-      accumulate<MR, NP>(acc, FixedRows<kKeyBlock>{args.weights + begin}, b, args.block->value_stride, end - begin,
-                         ahead<NP>(args, begin / kPanel));
-    }
+    for (int p = 0; p < NP; p++) b[p] = args.values + args.panels[p] * kPanel * kKeyBlock + args.keys.begin * kPanel;
+    accumulate<MR, NP>(acc, FixedRows<kKeyBlock>{args.weights + args.keys.begin}, b, kPanel, args.keys.end - args.keys.begin);
     store_tile(acc, args.out, args.ld_out);
-  }
-
- private:
-  // 16 steps of this many lines fetch what the panels' share of a dense key page is.
-  template <int NP, class T>
-  static PE_ALWAYS_INLINE auto ahead(const WeightedSumArgs<T>& args, int group) {
-    if constexpr (AHEAD) {
-      constexpr int kLines = NP * sizeof(T) < 4 ? 1 : NP * sizeof(T) / 4;
-      const T* next = args.block->next_keys[group];
-      if (next == nullptr) return Prefetch<1, kLines>{{reinterpret_cast<const char*>(args.block->groups[group])}, 0};
-      return Prefetch<1, kLines>{{reinterpret_cast<const char*>(next + args.panels[0] * kPanel * kPanel)}, 64 * kLines};
-    } else {
-      return NoPrefetch();
-    }
   }
 };
 
@@ -124,6 +75,7 @@ class TileRunner {
         pages_(p, tile.seq, tile.kv_head),
         num_rows_(rows_.count()),
         row_tiles_(num_rows_),
+        few_(sizeof(T) > 1 && pages_.direct(num_rows_)),
         options_{p.scale, p.logit_softcap, p.alibi_slopes != nullptr},
         form_(options_) {
     with_float_type(p.dtype, [&](auto type) {
@@ -137,8 +89,8 @@ class TileRunner {
     return shape_.state(memory_.states + i * shape_.state_floats(shape_.max_rows), num_rows_);
   }
 
-  // The state of all rows after partition `index` alone. What to fetch ahead is seen from the tile.
-  void run_partition(int64_t index, const SoftmaxState& state, const NextKeys& /*next*/) const {
+  // The state of all rows after partition `index` alone. Meanwhile, with a few rows, the first of `next` are fetched.
+  void run_partition(int64_t index, const SoftmaxState& state, const NextKeys& next) const {
     state.clear(num_rows_);
     const int64_t first = index * kPartition;
     for (int64_t start = first; start < first + kPartition && start < tile_.end; start += kKeyBlock) {
@@ -146,8 +98,10 @@ class TileRunner {
       const int begin = tile_.begin > start ? static_cast<int>(tile_.begin - start) : 0;
       const int end = tile_.end - start < kKeyBlock ? static_cast<int>(tile_.end - start) : kKeyBlock;
       if constexpr (sizeof(T) > 1) {
-        if (pages_.direct(num_rows_)) {
-          run_block(start, pages_.view(start, begin, end, tile_.end), state);
+        if (few_) {
+          KeyBlock<T> block = pages_.view(start, begin, end, tile_.end);
+          if (start + kKeyBlock >= tile_.end) fetch_after(block, next);
+          run_block(start, block, state);
           continue;
         }
       }
@@ -163,6 +117,14 @@ class TileRunner {
       float* to = memory_.query + row * shape_.ld_value;
       for (int d = 0; d < p_.head_dim; d += kLanes) store(to + d, load_partial(from + d, p_.head_dim - d));
     }
+  }
+
+  // The tile's last block: after it come the keys of another one.
+  void fetch_after(KeyBlock<T>& block, const NextKeys& next) const {
+    const SequencePages<T> pages(p_, next.seq, next.kv_head);
+    int64_t position = next.begin / kPanel * kPanel;
+    for (int group = block.begin / kPanel; group * kPanel < block.end && position < next.end; group++, position += kPanel)
+      block.next_keys[group] = pages.key(position);
   }
 
   // Some of the row tiles, and what each row sees of a block that starts at position `start`.
@@ -203,24 +165,35 @@ class TileRunner {
   // anything.
   template <class B>
   void multiply_keys(const KeyBlock<B>& block, const RowBlock& rows) const {
-    const int panels = panels_for(row_tiles_.max_rows());
+    if (few_) {
+      for (int tile = rows.first_tile; tile < rows.end_tile; tile++)
+        multiply_keys(block, rows, tile, tile + 1, few_row_panels(row_tiles_.rows_of(tile)));
+    } else {
+      multiply_keys(block, rows, rows.first_tile, rows.end_tile, panels_for(row_tiles_.max_rows()));
+    }
+  }
+
+  template <class B>
+  void multiply_keys(const KeyBlock<B>& block, const RowBlock& rows, int first_tile, int end_tile, int panels) const {
     const int first = rows.any.begin / kPanel, last = (rows.any.end - 1) / kPanel;
     for (int group = first / panels * panels; group <= last; group += panels) {
-      const B* keys[kWidePanelColumns / kPanel];
-      const B* values[kWidePanelColumns / kPanel];
+      const B *keys[kMostPanels], *values[kMostPanels];
       for (int i = 0; i < panels; i++) {
         const int source = group + i < first ? first : group + i > last ? last : group + i;
         keys[i] = block.groups[source];
         values[i] = block.value_groups[source];
       }
-      for (int tile = rows.first_tile; tile < rows.end_tile; tile++) {
+      for (int tile = first_tile; tile < end_tile; tile++) {
         const int row = row_tiles_.first_row(tile), count = row_tiles_.rows_of(tile);
-        const GemmTileArgs<B> args{memory_.query + row * shape_.ld_value, shape_.ld_value, keys, block.key_stride, p_.head_dim,
-                                   logits_of(rows, row) + group * kPanel, kKeyBlock,       false};
-        if (fetches_ahead(block)) {
-          with_tile_shape<KeyProduct>(count, count, KeyProductArgs<B>{args, values});
+        const float* query = memory_.query + row * shape_.ld_value;
+        float* logits = logits_of(rows, row) + group * kPanel;
+        if (few_) {
+          with_row_panels<KeyProduct>(
+              count, KeyProductArgs<B>{query, shape_.ld_value, keys, block.key_stride, p_.head_dim, logits, values});
         } else {
-          with_tile_shape<GemmTile>(count, row_tiles_.max_rows(), args);
+          with_tile_shape<GemmTile>(
+              count, row_tiles_.max_rows(),
+              GemmTileArgs<B>{query, shape_.ld_value, keys, block.key_stride, p_.head_dim, logits, kKeyBlock, false});
         }
       }
     }
@@ -269,24 +242,19 @@ class TileRunner {
   void add_range(const KeyBlock<B>& block, const RowBlock& rows, int row, int count, KeyRange keys,
                  const SoftmaxState& state) const {
     if (keys.empty()) return;
-    const int panels = panels_for(count), total = shape_.ld_value / kPanel;
+    const int panels = few_ ? few_row_panels(count) : panels_for(count), total = shape_.ld_value / kPanel;
+    const float* weights = logits_of(rows, row);
+    float* out = state.out + row * state.ld;
     for (int panel = 0; panel < total; panel += panels) {
-      int sources[kWidePanelColumns / kPanel];
+      int sources[kMostPanels];
       for (int i = 0; i < panels; i++) sources[i] = panel + i < total ? panel + i : total - 1;
-      const WeightedSumArgs<B> args{
-          logits_of(rows, row), &block, keys.begin, keys.end, sources, state.out + row * state.ld + panel * kPanel, state.ld};
-      if (fetches_ahead(block)) {
-        with_tile_shape<WeightedSum<true>>(count, count, args);
+      if (few_) {
+        with_row_panels<ValueSum>(count, ValueSumArgs<B>{weights, &block, keys, sources, out, state.ld});
       } else {
-        with_tile_shape<WeightedSum<false>>(count, count, args);
+        with_tile_shape<WeightedSum>(count, count,
+                                     WeightedSumArgs{weights, memory_.values, keys, sources, out + panel * kPanel, state.ld});
       }
     }
-  }
-
-  // A single row tile does too little with each key to be busy: it waits for memory.
-  template <class B>
-  bool fetches_ahead(const KeyBlock<B>& block) const {
-    return row_tiles_.count == 1 && block.value_groups[block.begin / kPanel] != nullptr;
   }
 
   const PagedAttentionParams& p_;
@@ -298,6 +266,7 @@ class TileRunner {
   SequencePages<T> pages_;
   int num_rows_;
   RowTiles row_tiles_;
+  bool few_;  // rows: pages feed the products as they are
   LogitOptions options_;
   LogitForm form_;
 };

@@ -60,11 +60,9 @@ class SequencePages {
         k_(static_cast<const T*>(p.k_cache) + kv_head * p.k_head_stride),
         v_(static_cast<const T*>(p.v_cache) + kv_head * p.v_head_stride) {}
 
-  // Pages feed the micro-kernels as they are when 16 tokens of a key page, and 16 dimensions of a value, can be read at once.
-  bool direct(int rows) const {
-    static_assert(sizeof(T) > 1, "8-bit pages are widened");
-    return p_.block_size % kPanel == 0 && p_.head_dim % kPanel == 0 && rows <= kDirectRows;
-  }
+  // Pages of 8-bit numbers are widened. Others feed the micro-kernels as they are when 16 tokens of a key page, and 16
+  // dimensions of a value, can be read at once.
+  bool direct(int rows) const { return p_.block_size % kPanel == 0 && p_.head_dim % kPanel == 0 && rows <= kDirectRows; }
 
   // Tokens [first + begin, first + end), `first` being the block's first position.
   // Positions up to `limit` are in use, for what is fetched ahead.
