@@ -9,7 +9,7 @@
 //   add(0, ...), add(1, ...), ... to a multiple of Capacity, then finish(start); finish_times_16, of
 //   16-bit sums with Capacity 8, gives 16 times the sum;
 //   max_magnitude(VecF a, VecF b): the larger of |a|, |b| as bit patterns, so that NaN is above infinity;
-//   largest_lane_bits(VecF): the largest bit pattern; store_int8(p, VecF): rounds to nearest even, stores, returns the
+//   largest_lane_bits(VecF): the largest bit pattern; store_integers(p, VecF): rounds to nearest even, stores, returns the
 //   integers.
 #pragma once
 #include "../../cpu/simd.h"

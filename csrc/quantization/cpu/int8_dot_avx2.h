@@ -85,10 +85,16 @@ inline uint32_t largest_lane_bits(VecF x) {
   m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4e));
   return static_cast<uint32_t>(_mm_cvtsi128_si32(_mm_max_epi32(m, _mm_shuffle_epi32(m, 0xb1))));
 }
-inline VecI store_int8(int8_t* p, VecF x) {
+inline VecI store_integers(int8_t* p, VecF x) {
   const __m256i integers = _mm256_cvtps_epi32(x.v);
   const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(integers), _mm256_extracti128_si256(integers, 1));
   _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
+  return {integers};
+}
+inline VecI store_integers(int16_t* p, VecF x) {
+  const __m256i integers = _mm256_cvtps_epi32(x.v);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                   _mm_packs_epi32(_mm256_castsi256_si128(integers), _mm256_extracti128_si256(integers, 1)));
   return {integers};
 }
 

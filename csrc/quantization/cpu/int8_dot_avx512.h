@@ -92,7 +92,7 @@ inline uint32_t largest_lane_bits(VecF x) {
   m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4e));
   return static_cast<uint32_t>(_mm_cvtsi128_si32(_mm_max_epi32(m, _mm_shuffle_epi32(m, 0xb1))));
 }
-inline VecI store_int8(int8_t* p, VecF x) {
+inline VecI store_integers(int8_t* p, VecF x) {
   const __m512i integers = _mm512_cvtps_epi32(x.v);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(integers));
   return {integers};

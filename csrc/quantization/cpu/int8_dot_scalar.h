@@ -77,7 +77,7 @@ inline uint32_t largest_lane_bits(VecF x) {
   for (int i = 0; i < kLanes; i++) largest = float_bits(x.v[i]) > largest ? float_bits(x.v[i]) : largest;
   return largest;
 }
-inline VecI store_int8(int8_t* p, VecF x) {
+inline VecI store_integers(int8_t* p, VecF x) {
   const VecI integers = {__builtin_convertvector(round_to_int(x).v, IntLanes)};
   for (int i = 0; i < kLanes; i++) p[i] = static_cast<int8_t>(integers.v[i]);
   return integers;

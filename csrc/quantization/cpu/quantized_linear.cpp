@@ -1,12 +1,15 @@
 // out = input * weight^T + bias with a packed quantised weight and the input rounded to int8.
 //
 // Rows are cut into even tiles and quantised into records; one unit of work is a group of panels times a block of row tiles
-// that stays in the second-level cache while the panels pass by. AMX unpacks a panel once for all row tiles of the block.
+// that stays in the second-level cache while the panels pass by. AMX and AVX2 unpack a panel once for all row tiles of the
+// block, unless there are too few.
 #include "../../cpu/parallel.h"
 #include "../../cpu/with_type.h"
 #include "quantized_tile.h"
 #if defined(PE_SIMD_AMX)
 #include "quantized_tile_amx.h"
+#elif defined(PE_SIMD_AVX2)
+#include "quantized_tile_avx2.h"
 #endif
 
 namespace pyengine::cpu {
@@ -22,26 +25,35 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
 int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
-#if defined(PE_SIMD_AMX)
-constexpr bool kHasAmx = true;
+#if defined(PE_SIMD_AMX) || defined(PE_SIMD_AVX2)
+#define PE_UNPACKED_TILES 1
+constexpr bool kHasUnpacked = true;
 #else
-constexpr bool kHasAmx = false;
-constexpr int kAmxMinRows = 0, kAmxRows = 0, kAmxRowStep = 0;  // never used
+#define PE_UNPACKED_TILES 0
+constexpr bool kHasUnpacked = false;
+constexpr int kUnpackMinRows = 0, kUnpackedRows = 0, kUnpackedRowStep = 0;  // never used
+template <class F>
+using RowValue = int8_t;
 #endif
 
-// How the rows and columns are cut. Tiles of AMX have a multiple of kAmxRowStep rows, the last of which may be padding.
+// How the rows and columns are cut. Tiles of AMX have a multiple of kUnpackedRowStep rows, the last of which may be padding.
 struct Plan {
-  bool amx;
+  bool unpacked;
+  int64_t row_bytes;  // of a row's records
   int num_tokens, padded_rows;
   int num_tiles, rows, larger, step;  // the first `larger` row tiles have rows + step rows, the others `rows`
   int block_tiles, num_blocks;        // row tiles of a unit of work
   int num_panels, group_panels, num_groups;
 
-  Plan(const QuantizedLinearParams& p, int64_t row_bytes)
-      : amx(kHasAmx && p.num_tokens >= kAmxMinRows), num_tokens(p.num_tokens), step(amx ? kAmxRowStep : 1) {
+  // In bytes: a row's part of a record.
+  Plan(const QuantizedLinearParams& p, int64_t record_bytes, int64_t unpacked_record_bytes)
+      : unpacked(kHasUnpacked && p.num_tokens >= kUnpackMinRows),
+        row_bytes((unpacked ? unpacked_record_bytes : record_bytes) * (p.in_features / kSubBlock)),
+        num_tokens(p.num_tokens),
+        step(unpacked ? kUnpackedRowStep : 1) {
     const int units = static_cast<int>(ceil_div(num_tokens, step));
     padded_rows = units * step;
-    num_tiles = static_cast<int>(ceil_div(padded_rows, amx ? kAmxRows : kMaxRows));
+    num_tiles = static_cast<int>(ceil_div(padded_rows, unpacked ? kUnpackedRows : kMaxRows));
     rows = units / num_tiles * step;
     larger = units % num_tiles;
     const int64_t fit = max_of(1, kRowBlockBytes / max_of(1, row_bytes * max_rows()));
@@ -69,18 +81,25 @@ void run_tile(int rows, const QuantizedTileArgs& args) {
   QuantizedTile<F>::template run<R>(args);
 }
 
-#if defined(PE_SIMD_AMX)
-template <class F, int R = kAmxRowStep>
-void run_amx_tile(int rows, const AmxTileArgs& args) {
-  if constexpr (R < kAmxRows) {
-    if (rows > R) return run_amx_tile<F, R + kAmxRowStep>(rows, args);
+#if PE_UNPACKED_TILES
+template <class F, int R = kUnpackedRowStep>
+void run_unpacked_tile(int rows, const UnpackedTileArgs& args) {
+  if constexpr (R < kUnpackedRows) {
+    if (rows > R) return run_unpacked_tile<F, R + kUnpackedRowStep>(rows, args);
   }
-  AmxTile<F, R>::run(args);
+  UnpackedTile<F, R>::run(args);
 }
 #endif
 
 template <class Out, class In>
-void write_row(const float* c, const In* bias, int columns, Out* out) {
+PE_ALWAYS_INLINE void write_row(const float* c, const In* bias, int columns, Out* out) {
+  if (columns == kQuantPanel) {  // alone, so that it is short: it is called for every few hundred products
+    for (int j = 0; j < kQuantPanel; j += kLanes) {
+      const VecF value = load(c + j);
+      store(out + j, bias != nullptr ? value + load(bias + j) : value);
+    }
+    return;
+  }
   for (int j = 0; j < columns; j += kLanes) {
     VecF value = load(c + j);
     if (bias != nullptr) value += load_partial(bias + j, columns - j);
@@ -93,18 +112,7 @@ class Multiplication {
  public:
   Multiplication(const QuantizedLinearParams& p, const Plan& plan, uint8_t* records) : p_(p), plan_(plan), records_(records) {}
 
-  void quantize() const {
-    const auto quantize_tile = [&](int64_t i, int) {
-      const int tile = static_cast<int>(i), first = plan_.first_row(tile);
-      quantize_rows<F>(static_cast<const In*>(p_.input) + first * p_.input_stride, p_.input_stride, plan_.real_rows(tile),
-                       plan_.rows_of(tile), p_.in_features, tile_records(tile));
-    };
-    if (int64_t{p_.num_tokens} * p_.in_features <= kSerialLimit) {
-      for (int tile = 0; tile < plan_.num_tiles; tile++) quantize_tile(tile, 0);
-    } else {
-      parallel_for(plan_.num_tiles, quantize_tile);
-    }
-  }
+  void quantize() const { plan_.unpacked ? quantize_to<RowValue<F>>() : quantize_to<int8_t>(); }
 
   template <class Out>
   void run(int64_t index) const {
@@ -112,8 +120,8 @@ class Multiplication {
     const Unit unit = {
         group * plan_.group_panels, static_cast<int>(min_of(plan_.num_panels, int64_t{group + 1} * plan_.group_panels)),
         block * plan_.block_tiles, static_cast<int>(min_of(plan_.num_tiles, int64_t{block + 1} * plan_.block_tiles))};
-#if defined(PE_SIMD_AMX)
-    if (plan_.amx) return run_amx<Out>(unit);
+#if PE_UNPACKED_TILES
+    if (plan_.unpacked) return run_unpacked<Out>(unit);
 #endif
     alignas(64) float c[kMaxRows * kQuantPanel];
     for (int panel = unit.first_panel; panel < unit.end_panel; panel++) {
@@ -130,22 +138,40 @@ class Multiplication {
     int first_panel, end_panel, first_tile, end_tile;
   };
 
-#if defined(PE_SIMD_AMX)
+  template <class Value>
+  void quantize_to() const {
+    const auto quantize_tile = [&](int64_t i, int) {
+      const int tile = static_cast<int>(i), first = plan_.first_row(tile);
+      quantize_rows<F, Value>(static_cast<const In*>(p_.input) + first * p_.input_stride, p_.input_stride,
+                              plan_.real_rows(tile), plan_.rows_of(tile), p_.in_features, tile_records(tile));
+    };
+    if (int64_t{p_.num_tokens} * p_.in_features <= kSerialLimit) {
+      for (int tile = 0; tile < plan_.num_tiles; tile++) quantize_tile(tile, 0);
+    } else {
+      parallel_for(plan_.num_tiles, quantize_tile);
+    }
+  }
+
+#if PE_UNPACKED_TILES
   template <class Out>
-  void run_amx(const Unit& unit) const {
+  void run_unpacked(const Unit& unit) const {
     const int num_sub_blocks = p_.in_features / kSubBlock;
     uint8_t* unpacked = static_cast<uint8_t*>(thread_scratch(int64_t{num_sub_blocks} * UnpackedSubBlock<F>::kBytes));
-    alignas(64) float c[kAmxRows * kQuantPanel];
+    alignas(64) float c[kUnpackedRows * kQuantPanel];
+#if defined(PE_SIMD_AMX)
     configure_tiles(amx_tile_config<F>(plan_.max_rows()));
+#endif
     for (int panel = unit.first_panel; panel < unit.end_panel; panel++) {
       PanelUnpacker<F>::run(panel_data(panel), num_blocks(), unpacked);
       for (int tile = unit.first_tile; tile < unit.end_tile; tile++) {
         fetch_output<Out>(tile, panel * kQuantPanel);
-        run_amx_tile<F>(plan_.rows_of(tile), AmxTileArgs{unpacked, tile_records(tile), num_sub_blocks, c});
+        run_unpacked_tile<F>(plan_.rows_of(tile), UnpackedTileArgs{unpacked, tile_records(tile), num_sub_blocks, c});
         write<Out>(c, tile, panel * kQuantPanel);
       }
     }
+#if defined(PE_SIMD_AMX)
     release_tiles();
+#endif
   }
 #endif
 
@@ -153,9 +179,7 @@ class Multiplication {
   const uint8_t* panel_data(int panel) const {
     return static_cast<const uint8_t*>(p_.weight) + int64_t{panel} * num_blocks() * F::kTileBytes;
   }
-  uint8_t* tile_records(int tile) const {
-    return records_ + record_bytes<F>(plan_.first_row(tile)) * (p_.in_features / kSubBlock);
-  }
+  uint8_t* tile_records(int tile) const { return records_ + plan_.row_bytes * plan_.first_row(tile); }
 
   // Rows of the result lie far apart, often in a page each: they are on their way while their tile is computed.
   template <class Out>
@@ -180,10 +204,9 @@ class Multiplication {
 
 template <class F, class In>
 const char* multiply(const QuantizedLinearParams& p) {
-  const int64_t row_bytes = record_bytes<F>(1) * (p.in_features / kSubBlock);
-  const Plan plan(p, row_bytes);
+  const Plan plan(p, record_bytes<F>(1), record_bytes<F, RowValue<F>>(1));
   // A register of AMX is loaded with the largest tile's rows, past the end of a smaller one.
-  const int64_t bytes = row_bytes * plan.padded_rows + kAmxRows * kSubBlock;
+  const int64_t bytes = plan.row_bytes * plan.padded_rows + kUnpackedRows * kSubBlock;
   const Multiplication<F, In> work(p, plan, static_cast<uint8_t*>(shared_scratch(bytes)));
   work.quantize();
   const int64_t units = int64_t{plan.num_groups} * plan.num_blocks;

@@ -6,16 +6,17 @@
 namespace pyengine::cpu {
 namespace PE_ISA {
 
-// A record of MR rows:  int8 q[MR][32] | float scale[MR] | kSums times int32 or float sum[MR], which is
+// A record of MR rows:  Value q[MR][32] | float scale[MR] | kSums times int32 or float sum[MR], which is
 //   with minima:                  float scale * sum(q)
 //   with an offset in the format: int32 -offset * sum(q), for each of the format's scales
-template <class F, int MR>
+// Value: int8_t, or int16_t where the kernel takes the same integers widened.
+template <class F, int MR, class Value = int8_t>
 struct RowRecord {
-  static constexpr int kScales = MR * kSubBlock, kSums = kScales + 4 * MR, kBytes = kSums + 4 * F::kScales * MR;
+  static constexpr int kScales = MR * kSubBlock * sizeof(Value), kSums = kScales + 4 * MR, kBytes = kSums + 4 * F::kScales * MR;
 };
-template <class F>
+template <class F, class Value = int8_t>
 constexpr int64_t record_bytes(int rows) {
-  return int64_t{rows} * (kSubBlock + 4 + 4 * F::kScales);
+  return int64_t{rows} * RowRecord<F, 1, Value>::kBytes;
 }
 
 struct QuantizedBlock {
@@ -24,8 +25,8 @@ struct QuantizedBlock {
 };
 
 // x[0 .. 32) = scale * q, rounded to nearest even. See QuantizedLinearParams for what is zero and what is NaN.
-template <class T>
-inline QuantizedBlock quantize_block(const T* x, int8_t* q) {
+template <class T, class Value>
+inline QuantizedBlock quantize_block(const T* x, Value* q) {
   constexpr int kVecs = kSubBlock / kLanes;
   VecF v[kVecs];
   VecF largest = zero();
@@ -37,7 +38,7 @@ inline QuantizedBlock quantize_block(const T* x, int8_t* q) {
   const float magnitude = bits_float(bits);
   QuantizedBlock block{};
   if (bits >= 0x7f800000 || magnitude < 0x1p-100f) {
-    memset(q, 0, kSubBlock);
+    memset(q, 0, kSubBlock * sizeof(Value));
     block.scale = bits >= 0x7f800000 ? bits_float(0x7fc00000) : 0.0f;
     return block;
   }
@@ -45,21 +46,21 @@ inline QuantizedBlock quantize_block(const T* x, int8_t* q) {
   const VecF inverse = set1(127.0f / magnitude);
   for (int half = 0; half < 2; half++) {
     VecI sum = zero_int();
-    for (int i = half * kVecs / 2; i < (half + 1) * kVecs / 2; i++) sum = sum + store_int8(q + i * kLanes, v[i] * inverse);
+    for (int i = half * kVecs / 2; i < (half + 1) * kVecs / 2; i++) sum = sum + store_integers(q + i * kLanes, v[i] * inverse);
     block.sums[half] = hsum(sum);
   }
   return block;
 }
 
 // `count` rows of k values, and rows of zeros up to `rows`, to k / 32 records.
-template <class F, class T>
+template <class F, class Value, class T>
 inline void quantize_rows(const T* input, int64_t stride, int count, int rows, int k, uint8_t* records) {
-  if (count < rows) memset(records, 0, record_bytes<F>(rows) * (k / kSubBlock));
+  if (count < rows) memset(records, 0, record_bytes<F, Value>(rows) * (k / kSubBlock));
   for (int r = 0; r < count; r++) {
     uint8_t* record = records;
-    for (int k0 = 0; k0 < k; k0 += kSubBlock, record += record_bytes<F>(rows)) {
-      const QuantizedBlock block = quantize_block(input + r * stride + k0, reinterpret_cast<int8_t*>(record) + r * kSubBlock);
-      float* scales = reinterpret_cast<float*>(record + rows * kSubBlock);
+    for (int k0 = 0; k0 < k; k0 += kSubBlock, record += record_bytes<F, Value>(rows)) {
+      const QuantizedBlock block = quantize_block(input + r * stride + k0, reinterpret_cast<Value*>(record) + r * kSubBlock);
+      float* scales = reinterpret_cast<float*>(record + rows * kSubBlock * sizeof(Value));
       int32_t* sums = reinterpret_cast<int32_t*>(scales + rows);
       scales[r] = block.scale;
       if constexpr (F::kHasMin) {

@@ -13,7 +13,7 @@ namespace PE_ISA {
 constexpr int kPanelVecs = kQuantPanel / kLanes;
 // Rows of a tile at most: what the registers hold. Up to kFewRows the whole panel is multiplied in one pass, as memory gives
 // it.
-constexpr int kMaxRows = kLanes == 16 ? (kSumsIn16Bits ? 8 : 12) : kLanes == 8 ? 5 : 2;
+constexpr int kMaxRows = kLanes == 16 ? (kSumsIn16Bits ? 8 : 12) : 2;
 constexpr int kFewRows = kLanes == 16 ? 4 : kLanes == 8 ? 2 : 0;
 
 struct QuantizedTileArgs {
@@ -140,6 +140,11 @@ template <class F>
 struct QuantizedTile {
   static constexpr int kPrefetchBytes = 1280;  // ahead, where a panel is read for few rows and so from memory
 
+  static PE_ALWAYS_INLINE void prefetch(const uint8_t* sub_block) {
+#pragma GCC unroll 9
+    for (int i = 0; i < F::kSubBlockBytes; i += 64) __builtin_prefetch(sub_block + kPrefetchBytes + i);
+  }
+
   // Columns of the panel's vectors [vec, vec + NV).
   template <int MR, int NV>
   static PE_ALWAYS_INLINE void multiply(const QuantizedTileArgs& args, int vec) {
@@ -154,7 +159,7 @@ struct QuantizedTile {
     for (int block = 0; block < args.num_blocks; block++, tile += F::kTileBytes) {
       const uint8_t* sub_block = tile + F::kHeaderBytes;
       for (int i = 0; i < F::kSubBlocks; i++, sub_block += F::kSubBlockBytes, record += RowRecord<F, MR>::kBytes) {
-        if constexpr (MR <= kFewRows) prefetch(sub_block + kPrefetchBytes);
+        if constexpr (MR <= kFewRows) prefetch(sub_block);
 #pragma GCC unroll 4
         for (int v = 0; v < NV; v++) add_sub_block<MR, NV>(f, v, tile, sub_block, record, vec + v);
       }
@@ -191,11 +196,6 @@ struct QuantizedTile {
         f[r][v] = fma(to_float(products.get(r, 0)), factors.scale[0] * set1(scales[r]), f[r][v]);
       }
     }
-  }
-
-  static PE_ALWAYS_INLINE void prefetch(const uint8_t* p) {
-#pragma GCC unroll 9
-    for (int i = 0; i < F::kSubBlockBytes; i += 64) __builtin_prefetch(p + i);
   }
 };
 

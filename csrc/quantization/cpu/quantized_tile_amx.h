@@ -10,8 +10,12 @@ namespace pyengine::cpu {
 namespace PE_ISA {
 
 // With a single row tile, or less, unpacking a panel costs as much as it brings.
-constexpr int kAmxMinRows = 17;
-constexpr int kAmxRows = 16, kAmxRowStep = 4;  // rows of a tile, at most, and the multiples that there are kernels for
+constexpr int kUnpackMinRows = 17;
+constexpr int kUnpackedRows = 16,
+              kUnpackedRowStep = 4;  // rows of a tile, at most, and the multiples that there are kernels for
+
+template <class F>
+using RowValue = int8_t;
 
 // A sub-block, unpacked: int8 value[8][64], the offset subtracted, as ../params.h has 8 bits | float scale[kScales][16] | float
 // minimum[16] where there are minima.
@@ -62,7 +66,7 @@ class PanelUnpacker {
   }
 };
 
-struct AmxTileArgs {
+struct UnpackedTileArgs {
   const uint8_t* panel;  // unpacked
   const uint8_t* rows;   // records
   int num_sub_blocks;
@@ -80,11 +84,11 @@ TileConfig amx_tile_config(int rows) {
 }
 
 template <class F, int MR>
-class AmxTile {
+class UnpackedTile {
  public:
   // Several sub-blocks are under way at any time: one is multiplied, one stored, and the integers of an earlier one are used.
-  static void run(const AmxTileArgs& args) {
-    alignas(64) int32_t integers[kBuffers][F::kScales][kAmxRows * kQuantPanel];
+  static void run(const UnpackedTileArgs& args) {
+    alignas(64) int32_t integers[kBuffers][F::kScales][kUnpackedRows * kQuantPanel];
     Sums sums;
 #pragma GCC unroll 16
     for (int r = 0; r < MR; r++) sums.f[r] = zero();
@@ -117,7 +121,7 @@ class AmxTile {
   };
 
   template <int Parity>
-  static PE_ALWAYS_INLINE void multiply(const AmxTileArgs& args, int i) {
+  static PE_ALWAYS_INLINE void multiply(const UnpackedTileArgs& args, int i) {
     const uint8_t* rows = args.rows + int64_t{i} * Record::kBytes;
     const uint8_t* columns = args.panel + int64_t{i} * SubBlock::kBytes;
     if constexpr (F::kScales == 1) {
@@ -136,7 +140,7 @@ class AmxTile {
   }
 
   template <int Parity>
-  static PE_ALWAYS_INLINE void store_integers(int32_t (&to)[F::kScales][kAmxRows * kQuantPanel]) {
+  static PE_ALWAYS_INLINE void store_integers(int32_t (&to)[F::kScales][kUnpackedRows * kQuantPanel]) {
     if constexpr (F::kScales == 1) {
       store_tile_register<Parity>(to[0], 4 * kQuantPanel);
     } else {
@@ -145,8 +149,8 @@ class AmxTile {
     }
   }
 
-  static PE_ALWAYS_INLINE void add(const AmxTileArgs& args, int i,
-                                   const int32_t (&integers)[kBuffers][F::kScales][kAmxRows * kQuantPanel], Sums& sums) {
+  static PE_ALWAYS_INLINE void add(const UnpackedTileArgs& args, int i,
+                                   const int32_t (&integers)[kBuffers][F::kScales][kUnpackedRows * kQuantPanel], Sums& sums) {
     const uint8_t* record = args.rows + int64_t{i} * Record::kBytes;
     const uint8_t* sub_block = args.panel + int64_t{i} * SubBlock::kBytes;
     const float* row_scales = reinterpret_cast<const float*>(record + Record::kScales);
