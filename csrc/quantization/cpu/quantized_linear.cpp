@@ -31,7 +31,9 @@ constexpr bool kHasUnpacked = true;
 #else
 #define PE_UNPACKED_TILES 0
 constexpr bool kHasUnpacked = false;
-constexpr int kUnpackMinRows = 0, kUnpackedRows = 0, kUnpackedRowStep = 0;  // never used
+constexpr int kUnpackedRows = 0, kUnpackedRowStep = 0;  // never used
+template <class F>
+constexpr int kUnpackMinRows = 0;
 template <class F>
 using RowValue = int8_t;
 #endif
@@ -45,10 +47,10 @@ struct Plan {
   int block_tiles, num_blocks;        // row tiles of a unit of work
   int num_panels, group_panels, num_groups;
 
-  // In bytes: a row's part of a record.
-  Plan(const QuantizedLinearParams& p, int64_t record_bytes, int64_t unpacked_record_bytes)
-      : unpacked(kHasUnpacked && p.num_tokens >= kUnpackMinRows),
-        row_bytes((unpacked ? unpacked_record_bytes : record_bytes) * (p.in_features / kSubBlock)),
+  template <class F>
+  Plan(const QuantizedLinearParams& p, F)
+      : unpacked(kHasUnpacked && p.num_tokens >= kUnpackMinRows<F>),
+        row_bytes((unpacked ? record_bytes<F, RowValue<F>>(1) : record_bytes<F>(1)) * (p.in_features / kSubBlock)),
         num_tokens(p.num_tokens),
         step(unpacked ? kUnpackedRowStep : 1) {
     const int units = static_cast<int>(ceil_div(num_tokens, step));
@@ -78,6 +80,9 @@ void run_tile(int rows, const QuantizedTileArgs& args) {
   if constexpr (R < kMaxRows) {
     if (rows > R) return run_tile<F, R + 1>(rows, args);
   }
+#if defined(PE_SIMD_AVX2)
+  if constexpr (R > kFewRows && !kWidened<F>) return PackedTile<F, R>::run(args);
+#endif
   QuantizedTile<F>::template run<R>(args);
 }
 
@@ -204,7 +209,7 @@ class Multiplication {
 
 template <class F, class In>
 const char* multiply(const QuantizedLinearParams& p) {
-  const Plan plan(p, record_bytes<F>(1), record_bytes<F, RowValue<F>>(1));
+  const Plan plan(p, F{});
   // A register of AMX is loaded with the largest tile's rows, past the end of a smaller one.
   const int64_t bytes = plan.row_bytes * plan.padded_rows + kUnpackedRows * kSubBlock;
   const Multiplication<F, In> work(p, plan, static_cast<uint8_t*>(shared_scratch(bytes)));

@@ -13,7 +13,7 @@ namespace PE_ISA {
 constexpr int kPanelVecs = kQuantPanel / kLanes;
 // Rows of a tile at most: what the registers hold. Up to kFewRows the whole panel is multiplied in one pass, as memory gives
 // it.
-constexpr int kMaxRows = kLanes == 16 ? (kSumsIn16Bits ? 8 : 12) : 2;
+constexpr int kMaxRows = kLanes == 16 ? (kSumsIn16Bits ? 8 : 12) : kLanes == 8 ? 4 : 2;
 constexpr int kFewRows = kLanes == 16 ? 4 : kLanes == 8 ? 2 : 0;
 
 struct QuantizedTileArgs {

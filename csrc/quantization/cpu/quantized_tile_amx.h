@@ -10,6 +10,7 @@ namespace pyengine::cpu {
 namespace PE_ISA {
 
 // With a single row tile, or less, unpacking a panel costs as much as it brings.
+template <class F>
 constexpr int kUnpackMinRows = 17;
 constexpr int kUnpackedRows = 16,
               kUnpackedRowStep = 4;  // rows of a tile, at most, and the multiples that there are kernels for

@@ -1,7 +1,7 @@
-// The micro-kernel on AVX2 where there are more than a few rows: up to 4 quantised rows times one unpacked panel of 16 columns.
+// The micro-kernel on AVX2 where there are more than a few rows: up to 4 quantised rows times one panel of 16 columns.
 //
-// The integers are exact as everywhere, and what is done with them is what QuantizedTile does, so the bits are the same. A
-// panel is unpacked once, to where the first-level cache keeps it for all row tiles.
+// The integers are exact as everywhere, and what is done with them is what QuantizedTile does, so the bits are the same.
+// From three row tiles on, a panel is unpacked once, to where the first-level cache keeps it for all of them.
 #pragma once
 #include <type_traits>
 
@@ -10,7 +10,6 @@
 namespace pyengine::cpu {
 namespace PE_ISA {
 
-constexpr int kUnpackMinRows = kFewRows + 1;
 constexpr int kUnpackedRows = 4, kUnpackedRowStep = 1;  // rows of a tile, at most, and the multiples that there are kernels for
 
 // Values of 8 bits do not fit two products in 16 bits: they are widened, as are the rows.
@@ -18,6 +17,9 @@ template <class F>
 constexpr bool kWidened = F::kBits == 8;
 template <class F>
 using RowValue = std::conditional_t<kWidened<F>, int16_t, int8_t>;
+// With fewer rows, what unpacking a panel costs is more than it brings.
+template <class F>
+constexpr int kUnpackMinRows = kWidened<F> ? kFewRows + 1 : 2 * kUnpackedRows + 1;
 
 // A sub-block, unpacked: the values, 64 bytes for each 4 (uint8) or 2 (int16, the offset subtracted) values of 16 columns, in
 // two vectors of 8 columns | float scale[kScales][16] | float minimum[16] where there are minima.
@@ -166,78 +168,152 @@ PE_ALWAYS_INLINE void add_scaled(VecI sum, VecF scale, const float& row_scale, V
 #endif
 }
 
-template <class F, int MR>
-class UnpackedTile {
+// Where a tile takes 32 values of the panel from: as unpacked above, or as packed, for so few row tiles that unpacking a panel
+// would cost as much as it brings.
+template <class F>
+struct UnpackedSource {
+  using Value = RowValue<F>;
+  static constexpr int kSteps = UnpackedSubBlock<F>::kSteps;
+  const uint8_t* at;
+
+  template <int Step>
+  PE_ALWAYS_INLINE __m256i columns(int vec) const {
+    return _mm256_load_si256(reinterpret_cast<const __m256i*>(at + 64 * Step + 32 * vec));
+  }
+  PE_ALWAYS_INLINE VecF scale(int s, int vec) const { return load(scales() + s * kQuantPanel + vec * kLanes); }
+  PE_ALWAYS_INLINE VecF minimum(int vec) const { return load(scales() + F::kScales * kQuantPanel + vec * kLanes); }
+
+ private:
+  PE_ALWAYS_INLINE const float* scales() const { return reinterpret_cast<const float*>(at + UnpackedSubBlock<F>::kScales); }
+};
+
+template <class F>
+struct PackedSource {
+  static_assert(!kWidened<F>);
+  using Value = int8_t;
+  static constexpr int kSteps = 8;
+  const uint8_t* at;
+  const uint8_t* header;
+
+  template <int Step>
+  PE_ALWAYS_INLINE __m256i columns(int vec) const {
+    constexpr int H = Step % 4;
+    const VecB nibbles = load_bytes(at + 64 * H + 32 * vec);
+    VecB values = Step < 4 ? low_nibbles(nibbles) : high_nibbles(nibbles);
+    const uint8_t* high = at + F::kLowBytes + 32 * vec;
+    if constexpr (F::kBits == 5) values = or_bytes(values, bits_above_nibble<Step, 1>(load_bytes(high)));
+    if constexpr (F::kBits == 6) values = or_bytes(values, bits_above_nibble<2 * H, 2>(load_bytes(high + 64 * (Step / 4))));
+    return values.v;
+  }
+  PE_ALWAYS_INLINE VecF scale(int s, int vec) const { return factors(vec).scale[s]; }
+  PE_ALWAYS_INLINE VecF minimum(int vec) const { return factors(vec).minimum; }
+
+ private:
+  PE_ALWAYS_INLINE BlockScales<F> factors(int vec) const { return {at + F::kQuantBytes, header, vec}; }
+};
+
+// MR rows' records times 16 columns, 32 values after 32.
+template <class F, int MR, class Source>
+class RowsBySource {
  public:
-  static void run(const UnpackedTileArgs& args) {
-    auto& f = *reinterpret_cast<VecF(*)[MR][2]>(args.c);
-    for (int r = 0; r < MR; r++) f[r][0] = f[r][1] = zero();
-    const uint8_t* record = args.rows;
-    const uint8_t* sub_block = args.panel;
-    for (int i = 0; i < args.num_sub_blocks; i++, record += Record::kBytes, sub_block += SubBlock::kBytes) {
-      add_chunks<0>(sub_block, record, Work{}, f);
-    }
+  using Record = RowRecord<F, MR, typename Source::Value>;
+  using Sums = VecF[MR][2];
+
+  // f += the products of one sub-block.
+  static PE_ALWAYS_INLINE void add(const Source& source, const uint8_t* record, Sums& f) {
+    Work work;
+    add_chunks<0>(source, record, work, f);
   }
 
  private:
-  using Record = RowRecord<F, MR, RowValue<F>>;
-  using SubBlock = UnpackedSubBlock<F>;
-  // Steps whose sums fit their width; how many times as many have one scale, and all.
-  static constexpr int kChunkSteps = kWidened<F> ? SubBlock::kSteps : dot_capacity(F::kBits);
-  static constexpr int kChunks = SubBlock::kSteps / kChunkSteps, kScaleChunks = kChunks / F::kScales;
+  // Steps whose sums fit their width; how many times as many there are, and as many as share a scale.
+  static constexpr int kChunkSteps = kWidened<F> ? Source::kSteps : dot_capacity(F::kBits);
+  static constexpr int kChunks = Source::kSteps / kChunkSteps, kScaleChunks = kChunks / F::kScales;
   struct Work {
     VecI sums[MR][2];     // of the chunks before, where a scale has several
     VecF product[MR][2];  // of the first scale, where there are two
   };
 
   template <int Chunk>
-  static PE_ALWAYS_INLINE void add_chunks(const uint8_t* sub_block, const uint8_t* record, Work work, VecF (&f)[MR][2]) {
+  static PE_ALWAYS_INLINE void add_chunks(const Source& source, const uint8_t* record, Work& work, Sums& f) {
     StepSums sums[MR];
-    add_steps<Chunk * kChunkSteps>(sub_block, record, sums);
+    add_steps<Chunk * kChunkSteps>(source, record, sums);
+    constexpr bool kFirst = Chunk % kScaleChunks == 0, kLast = Chunk % kScaleChunks == kScaleChunks - 1;
+    constexpr int kScale = Chunk / kScaleChunks;
 #pragma GCC unroll 2
     for (int v = 0; v < 2; v++) {
+      const VecF scale = kLast ? source.scale(kScale, v) : zero();
+      const VecF minimum = kLast && F::kHasMin ? source.minimum(v) : zero();
 #pragma GCC unroll 4
       for (int r = 0; r < MR; r++) {
         VecI sum = {kWidened<F> ? sums[r].v[v] : _mm256_madd_epi16(sums[r].v[v], _mm256_set1_epi16(1))};
-        if constexpr (Chunk % kScaleChunks != 0) sum = sum + work.sums[r][v];
-        if constexpr (Chunk % kScaleChunks == kScaleChunks - 1) {
-          finish_scale<Chunk / kScaleChunks>(sum, sub_block, record, r, v, work, f[r][v]);
+        if constexpr (!kFirst) sum = sum + work.sums[r][v];
+        if constexpr (kLast) {
+          finish_scale<kScale>(sum, scale, minimum, record, r, work.product[r][v], f[r][v]);
         } else {
           work.sums[r][v] = sum;
         }
       }
     }
-    if constexpr (Chunk + 1 < kChunks) add_chunks<Chunk + 1>(sub_block, record, work, f);
+    if constexpr (Chunk + 1 < kChunks) add_chunks<Chunk + 1>(source, record, work, f);
   }
 
   template <int From, int Step = 0>
-  static PE_ALWAYS_INLINE void add_steps(const uint8_t* sub_block, const uint8_t* record, StepSums (&sums)[MR]) {
-    const auto* at = reinterpret_cast<const __m256i*>(sub_block + 64 * (From + Step));
-    const __m256i columns[2] = {_mm256_load_si256(at), _mm256_load_si256(at + 1)};
+  static PE_ALWAYS_INLINE void add_steps(const Source& source, const uint8_t* record, StepSums (&sums)[MR]) {
+    const __m256i columns[2] = {source.template columns<From + Step>(0), source.template columns<From + Step>(1)};
 #pragma GCC unroll 4
     for (int r = 0; r < MR; r++) {
-      const uint8_t* row = record + r * kSubBlock * sizeof(RowValue<F>) + 4 * (From + Step);
+      const uint8_t* row = record + r * kSubBlock * sizeof(typename Source::Value) + 4 * (From + Step);
       add_step<kWidened<F>, Step == 0>(sums[r], columns, *reinterpret_cast<const uint8_t (*)[4]>(row));
     }
-    if constexpr (Step + 1 < kChunkSteps) add_steps<From, Step + 1>(sub_block, record, sums);
+    if constexpr (Step + 1 < kChunkSteps) add_steps<From, Step + 1>(source, record, sums);
   }
 
   template <int S>
-  static PE_ALWAYS_INLINE void finish_scale(VecI sum, const uint8_t* sub_block, const uint8_t* record, int r, int v, Work& work,
+  static PE_ALWAYS_INLINE void finish_scale(VecI sum, VecF scale, VecF minimum, const uint8_t* record, int r, VecF& product,
                                             VecF& f) {
     const float* row_scales = reinterpret_cast<const float*>(record + Record::kScales);
     const float* row_sums = reinterpret_cast<const float*>(record + Record::kSums);
     const int32_t* starts = reinterpret_cast<const int32_t*>(record + Record::kSums);
-    const float* scales = reinterpret_cast<const float*>(sub_block + SubBlock::kScales) + v * kLanes;
     if constexpr (F::kOffset != 0 && !kWidened<F>) sum = sum + set1_int(starts[S * MR + r]);
     if constexpr (F::kScales == 1) {
-      const VecF scale = load(scales), minimum = F::kHasMin ? load(scales + kQuantPanel) : scale;
       add_scaled<F>(sum, scale, row_scales[r], minimum, row_sums[r], f);
     } else if constexpr (S == 0) {
-      work.product[r][v] = to_float(sum) * load(scales);
+      product = to_float(sum) * scale;
     } else {
-      const VecF product = fma(to_float(sum), load(scales + kQuantPanel), work.product[r][v]);
-      f = fma(product, set1(row_scales[r]), f);
+      f = fma(fma(to_float(sum), scale, product), set1(row_scales[r]), f);
+    }
+  }
+};
+
+template <class F, int MR>
+struct UnpackedTile {
+  static void run(const UnpackedTileArgs& args) {
+    using Rows = RowsBySource<F, MR, UnpackedSource<F>>;
+    auto& f = *reinterpret_cast<typename Rows::Sums*>(args.c);
+    for (int r = 0; r < MR; r++) f[r][0] = f[r][1] = zero();
+    UnpackedSource<F> source{args.panel};
+    const uint8_t* record = args.rows;
+    for (int i = 0; i < args.num_sub_blocks; i++, record += Rows::Record::kBytes, source.at += UnpackedSubBlock<F>::kBytes) {
+      Rows::add(source, record, f);
+    }
+  }
+};
+
+template <class F, int MR>
+struct PackedTile {
+  static void run(const QuantizedTileArgs& args) {
+    using Rows = RowsBySource<F, MR, PackedSource<F>>;
+    auto& f = *reinterpret_cast<typename Rows::Sums*>(args.c);
+    for (int r = 0; r < MR; r++) f[r][0] = f[r][1] = zero();
+    const uint8_t* tile = args.panel;
+    const uint8_t* record = args.rows;
+    for (int block = 0; block < args.num_blocks; block++, tile += F::kTileBytes) {
+      PackedSource<F> source{tile + F::kHeaderBytes, tile};
+      for (int i = 0; i < F::kSubBlocks; i++, source.at += F::kSubBlockBytes, record += Rows::Record::kBytes) {
+        QuantizedTile<F>::prefetch(source.at);
+        Rows::add(source, record, f);
+      }
     }
   }
 };
