@@ -80,7 +80,7 @@ class Launch {
   // Twice as many where that leaves enough tiles: keys and values are brought into the products' order once a tile.
   int tile_rows() const {
     const int64_t tiles = int64_t{p_.num_tokens} * p_.num_heads / (2 * Runner::kTileRows);
-    return tiles < int64_t{kTilesPerThread} * threads_ ? Runner::kTileRows : 2 * Runner::kTileRows;
+    return tiles < int64_t{2 * kTilesPerThread} * threads_ ? Runner::kTileRows : 2 * Runner::kTileRows;
   }
   int most_prefix_tokens() const { return tokens_of(Runner::kTileRows); }
   int64_t row_state_bytes() const { return int64_t{shape_.ld_out + 2} * static_cast<int64_t>(sizeof(float)); }
