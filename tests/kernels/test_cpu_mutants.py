@@ -31,6 +31,7 @@ _RESHAPE, _COPY = "csrc/cache/cpu/reshape_and_cache.cpp", "csrc/cache/cpu/copy_b
 _ACTIVATIONS, _W8A16 = "csrc/layers/cpu/activations.h", "csrc/quantization/cpu/w8a16_linear.cpp"
 _W8A16_TILE, _W8A16_AMX = "csrc/quantization/cpu/w8a16_tile.h", "csrc/quantization/cpu/w8a16_tile_amx.h"
 _W8A16_WEIGHT = "csrc/quantization/cpu/w8a16_weight.cpp"
+_QUANTIZED, _QUANTIZED_AVX2 = "csrc/quantization/cpu/quantized_linear.cpp", "csrc/quantization/cpu/quantized_tile_avx2.h"
 _NORM, _ROTARY, _ACT = "csrc/layers/cpu/rms_norm.cpp", "csrc/layers/cpu/rotary.h", "csrc/layers/cpu/act_and_mul.cpp"
 
 
@@ -224,6 +225,29 @@ MUTANTS = [
     Mutant("pairs as halves", _ROTARY, "if (is_neox)", "if (true)", "layer_ops"),
     Mutant("gelu without the cubic term", _ACTIVATIONS, "set1(0.044715f)", "set1(0.0f)", "layer_ops"),
     Mutant("up from the gate's half", _ACT, "load_partial(gate + p.d + i", "load_partial(gate + i", "layer_ops"),
+    Mutant("widened values keep their offset", _QUANTIZED_AVX2, "_mm256_set1_epi16(F::kOffset)", "none", "quantized_linear"),
+    Mutant(
+        "an earlier chunk's sums lost",
+        _QUANTIZED_AVX2,
+        "if constexpr (!kFirst) sum = sum + work.sums[r][v];",
+        "",
+        "quantized_linear",
+    ),
+    Mutant(
+        "high bits of the other half",
+        _QUANTIZED_AVX2,
+        "load_bytes(high + 64 * (Step / 4))",
+        "load_bytes(high)",
+        "quantized_linear",
+    ),
+    Mutant(
+        "minimum of the first columns for all",
+        _QUANTIZED_AVX2,
+        "load(scales() + F::kScales * kQuantPanel + vec * kLanes)",
+        "load(scales() + F::kScales * kQuantPanel)",
+        "quantized_linear",
+    ),
+    Mutant("bias left out of whole panels", _QUANTIZED, "value + load(bias + j)", "value", "quantized_linear"),
     Mutant("a later group overwrites", _W8A16, "            group == 0,", "            true,", "w8a16_linear"),
     Mutant(
         "the gate's bias for both", _W8A16, "load_partial(bias + p_.out_features + j", "load_partial(bias + j", "w8a16_linear"
