@@ -23,6 +23,14 @@ struct QuantizedTileArgs {
   float* c;              // [MR, 16], written
 };
 
+// The same of a panel that was unpacked for several row tiles, as an instruction set's header says.
+struct UnpackedTileArgs {
+  const uint8_t* panel;  // unpacked
+  const uint8_t* rows;   // records of RowValue
+  int num_sub_blocks;
+  float* c;  // [MR, 16], written
+};
+
 // Groups of four products whose sum fits 16 bits: two pairs each, a pair at most 2 * largest weight * 127.
 constexpr int dot_capacity(int bits) { return bits == 5 ? 4 : bits == 6 ? 2 : 8; }
 
@@ -45,6 +53,17 @@ PE_ALWAYS_INLINE void add_high_bits(const uint8_t* bits, VecB& low, VecB& high) 
     low = or_bytes(low, bits_above_nibble<2 * H, 2>(load_bytes(bits)));
     high = or_bytes(high, bits_above_nibble<2 * H, 2>(load_bytes(bits + 64)));
   }
+}
+
+// put(g, values) for each group g of four values of kLanes columns, where they lie as nibbles and bits above them.
+template <class F, int H = 0, class Put>
+PE_ALWAYS_INLINE void unpack_nibbles(const uint8_t* quants, const Put& put) {
+  const VecB nibbles = load_bytes(quants + 64 * H);
+  VecB low = low_nibbles(nibbles), high = high_nibbles(nibbles);
+  add_high_bits<F::kBits, H>(quants + F::kLowBytes, low, high);
+  put(H, low);
+  put(H + 4, high);
+  if constexpr (H < 3) unpack_nibbles<F, H + 1>(quants, put);
 }
 
 // Integer products of MR rows' 32 values with kLanes columns.

@@ -47,31 +47,13 @@ class PanelUnpacker {
     if constexpr (F::kOffset != 0) values.v = _mm512_sub_epi8(values.v, _mm512_set1_epi8(static_cast<char>(F::kOffset)));
     _mm512_store_si512(out + 64 * group, values.v);
   }
-  template <int H>
-  static PE_ALWAYS_INLINE void put_nibbles(const uint8_t* quants, uint8_t* out) {
-    const VecB nibbles = load_bytes(quants + 64 * H);
-    VecB low = low_nibbles(nibbles), high = high_nibbles(nibbles);
-    add_high_bits<F::kBits, H>(quants + F::kLowBytes, low, high);
-    put(out, H, low);
-    put(out, H + 4, high);
-  }
   static PE_ALWAYS_INLINE void unpack_values(const uint8_t* quants, uint8_t* out) {
     if constexpr (F::kBits == 8) {
       for (int g = 0; g < 8; g++) put(out, g, load_bytes(quants + 64 * g));
     } else {
-      put_nibbles<0>(quants, out);
-      put_nibbles<1>(quants, out);
-      put_nibbles<2>(quants, out);
-      put_nibbles<3>(quants, out);
+      unpack_nibbles<F>(quants, [out](int group, VecB values) { put(out, group, values); });
     }
   }
-};
-
-struct UnpackedTileArgs {
-  const uint8_t* panel;  // unpacked
-  const uint8_t* rows;   // records
-  int num_sub_blocks;
-  float* c;  // [MR, 16], written
 };
 
 // Registers: 0 .. 3 integers, two a sub-block where that has two scales; 4, 5 rows; 6, 7 columns.

@@ -62,31 +62,13 @@ class PanelUnpacker {
     put(out, 2 * group, _mm256_sub_epi16(_mm256_unpacklo_epi8(pairs, none), offset));
     put(out, 2 * group + 1, _mm256_sub_epi16(_mm256_unpackhi_epi8(pairs, none), offset));
   }
-  template <int H>
-  static PE_ALWAYS_INLINE void put_nibbles(const uint8_t* quants, uint8_t* out) {
-    const VecB nibbles = load_bytes(quants + 64 * H);
-    VecB low = low_nibbles(nibbles), high = high_nibbles(nibbles);
-    add_high_bits<F::kBits, H>(quants + F::kLowBytes, low, high);
-    put(out, H, low.v);
-    put(out, H + 4, high.v);
-  }
   static PE_ALWAYS_INLINE void unpack_values(const uint8_t* quants, uint8_t* out) {
     if constexpr (F::kBits == 8) {
       for (int g = 0; g < 8; g++) put_widened(out, g, load_bytes(quants + 64 * g));
     } else {
-      put_nibbles<0>(quants, out);
-      put_nibbles<1>(quants, out);
-      put_nibbles<2>(quants, out);
-      put_nibbles<3>(quants, out);
+      unpack_nibbles<F>(quants, [out](int group, VecB values) { put(out, group, values.v); });
     }
   }
-};
-
-struct UnpackedTileArgs {
-  const uint8_t* panel;  // unpacked
-  const uint8_t* rows;   // records of RowValue
-  int num_sub_blocks;
-  float* c;  // [MR, 16], written
 };
 
 // One row's sums for 16 columns: 16 bits wide for bytes, 32 bits for words.
