@@ -27,6 +27,7 @@ _KEYS, _LAUNCH = "csrc/attention/cpu/key_block.h", "csrc/attention/cpu/paged_att
 _RUNS = "csrc/attention/cpu/query_runs.h"
 _LINEAR, _GEMM = "csrc/layers/cpu/linear.cpp", "csrc/cpu/gemm_tile.h"
 _LINEAR_OUTPUT, _BF16_LINEAR = "csrc/layers/cpu/linear_output.h", "csrc/layers/cpu/bf16_linear_amx.h"
+_PACKED_LINEAR = "csrc/layers/cpu/packed_linear_avx2.h"
 _RESHAPE, _COPY = "csrc/cache/cpu/reshape_and_cache.cpp", "csrc/cache/cpu/copy_blocks.cpp"
 _ACTIVATIONS, _W8A16 = "csrc/layers/cpu/activations.h", "csrc/quantization/cpu/w8a16_linear.cpp"
 _W8A16_TILE, _W8A16_AMX = "csrc/quantization/cpu/w8a16_tile.h", "csrc/quantization/cpu/w8a16_tile_amx.h"
@@ -173,7 +174,18 @@ MUTANTS = [
         "amx",
     ),
     Mutant("subnormal numbers kept by fma", _FEW_ROWS, "before | 0x8040", "before", "batch_invariance", "amx"),
-    Mutant("later depth blocks overwrite", _LINEAR, "ldc, k0 > 0,\n", "ldc, false,\n", "linear"),
+    Mutant("later depth blocks overwrite", _LINEAR, "ldc, k0 > 0,\n", "ldc, false,\n", "linear", "avx512"),
+    Mutant("later depth blocks of packed rows overwrite", _PACKED_LINEAR, " k0 > 0,", " false,", "linear"),
+    Mutant("steps of k with the first one's columns", _PACKED_LINEAR, "b + i * kPanel);", "b);", "linear"),
+    Mutant("last values of k packed as one row's", _PACKED_LINEAR, "rows[r * stride + k]", "rows[k]", "linear"),
+    Mutant("input packed without its stride", _PACKED_LINEAR, "row * p.input_stride, p", "row * p.in_features, p", "linear"),
+    Mutant(
+        "last row block of packed rows left out",
+        _PACKED_LINEAR,
+        "return int64_t{units_per_block} * num_blocks;",
+        "return int64_t{units_per_block} * (num_blocks - (num_blocks > 1));",
+        "linear",
+    ),
     Mutant(
         "bias of the panel's first half",
         _LINEAR_OUTPUT,
@@ -187,6 +199,7 @@ MUTANTS = [
         "int64_t{plan.units_per_block} * plan.num_blocks;",
         "int64_t{plan.units_per_block} * (plan.num_blocks - (plan.num_blocks > 1));",
         "linear",
+        "avx512",
     ),
     Mutant("input widened without its stride", _LINEAR, "row * p.input_stride;", "row * p.in_features;", "linear"),
     Mutant(

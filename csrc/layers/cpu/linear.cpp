@@ -8,6 +8,8 @@
 #include "../params.h"
 #if defined(PE_SIMD_AMX)
 #include "bf16_linear_amx.h"
+#elif defined(PE_SIMD_AVX2)
+#include "packed_linear_avx2.h"
 #endif
 #include "linear_output.h"
 
@@ -208,6 +210,8 @@ const char* linear(const LinearParams& p) {
   if (p.num_tokens == 0 || p.out_features == 0) return nullptr;
 #if defined(PE_SIMD_AMX)
   if (p.dtype == DType::kBF16 && p.weight_dtype == DType::kBF16) return bf16_linear(p);
+#elif defined(PE_SIMD_AVX2)
+  if (p.num_tokens > kMaxRows) return packed_linear(p);
 #endif
   const LinearPlan plan(p);
   const float* a = static_cast<const float*>(p.input);
