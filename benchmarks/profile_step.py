@@ -96,13 +96,14 @@ def cost(op: str, args: Sequence[Any], batch: Batch, vocab_size: int) -> Cost:
 
     if op in ("w8a16_linear", "w8a16_gated_linear"):
         return _w8a16_cost(op, tensors, batch, vocab_size)
-    if op in ("linear", "quantized_linear"):
+    if op in ("linear", "quantized_linear", "quantized_gated_linear"):
         out, x, weight = tensors[:3]
         rows = batch.num_seqs if out.shape[1] == vocab_size else rows
-        shape = f"{x.shape[1]} to {out.shape[1]}"
-        kind, detail = ("int8", f", {args[3]}") if op == "quantized_linear" else ("fp32", "")
+        outputs = out.shape[1] * (2 if op == "quantized_gated_linear" else 1)
+        shape = f"{x.shape[1]} to {outputs}"
+        kind, detail = ("fp32", "") if op == "linear" else ("int8", f", {args[3]}")
         moved = weight.numel() * weight.element_size() + rows * (row_bytes(out) + row_bytes(x))
-        return Cost(f"{op} {shape}{detail}", moved, 2.0 * rows * x.shape[1] * out.shape[1], kind)
+        return Cost(f"{op} {shape}{detail}", moved, 2.0 * rows * x.shape[1] * outputs, kind)
     if op == "paged_attention":
         out, query, k_cache = tensors[:3]
         _, num_heads, head_dim = query.shape

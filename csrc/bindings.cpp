@@ -60,6 +60,9 @@ void define_schemas(torch::stable::detail::StableLibrary& m) {
   m.def("linear(Tensor(a!) out, Tensor input, Tensor packed_weight, Tensor? bias=None) -> ()");
   m.def("pack_quantized_weight(Tensor(a!) packed, Tensor weight, str format) -> ()");
   m.def("quantized_linear(Tensor(a!) out, Tensor input, Tensor packed_weight, str format, Tensor? bias=None) -> ()");
+  m.def(
+      "quantized_gated_linear(Tensor(a!) out, Tensor input, Tensor packed_weight, str format, str activation, "
+      "Tensor? bias=None) -> ()");
   m.def("quantized_embedding(Tensor(a!) out, Tensor indices, Tensor packed_weight, str format) -> ()");
   m.def("pack_w8a16_weight(Tensor(a!) packed, Tensor(b!) factors, Tensor weight) -> ()");
   m.def("w8a16_linear(Tensor(a!) out, Tensor input, Tensor packed_weight, Tensor factors, Tensor? bias=None) -> ()");

@@ -45,15 +45,20 @@ struct PackQuantizedParams {
 // out = input * weight^T + bias. Each row of the input is rounded to int8, one scale for 32 values: scale = max |x| / 127. Dot
 // products of 32 values are exact integers; they are scaled and summed in the order of k in fp32, whatever the number of rows
 // is. A block without a magnitude above 2^-100 counts as zero; a row with a NaN or an infinity gives NaN.
+//
+// Gated, the weight has twice out_features columns, in panels turn about of the gate and of what it gates, which end up as
+// out = act(gate) * up.
 struct QuantizedLinearParams {
   void* out;           // [num_tokens, out_features], out_dtype
   const void* input;   // [num_tokens, in_features], dtype
   const void* weight;  // packed
-  const void* bias;    // [out_features], dtype; or null
+  const void* bias;    // [out_features], dtype; gated: [2, out_features], the gate's first; or null
   int64_t out_stride, input_stride;
   int32_t num_tokens, in_features, out_features;
   DType dtype, out_dtype;
   QuantFormat format;
+  bool gated;
+  GatedActivation activation;  // kSilu or kGeluTanh
 };
 
 // out[i] = row indices[i] of the weight, dequantised.

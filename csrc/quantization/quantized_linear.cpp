@@ -1,8 +1,9 @@
-// pack_quantized_weight, quantized_linear, quantized_embedding: checks and launch. CPU only.
+// pack_quantized_weight, quantized_linear, quantized_gated_linear, quantized_embedding: checks and launch. CPU only.
 #if !defined(PE_EMULATED)
 #include "../common/launch.h"
 #include "../common/product_args.h"
 #include "../common/value_checks.h"
+#include "fused_activation.h"
 
 namespace pyengine {
 namespace {
@@ -31,8 +32,8 @@ int32_t packed_in_features(const TensorArg& packed, QuantFormat format) {
   return static_cast<int32_t>(in_features);
 }
 
-void expect_panels(const TensorArg& packed, int64_t out_features, const char* other) {
-  const int64_t panels = (out_features + kQuantPanel - 1) / kQuantPanel;
+void expect_panels(const TensorArg& packed, int64_t out_features, const char* other, int columns_per_output = 1) {
+  const int64_t panels = columns_per_output * ((out_features + kQuantPanel - 1) / kQuantPanel);
   if (packed.size(0) != panels) {
     packed.fail("has " + std::to_string(packed.size(0)) + " panels, " + other + " with " + std::to_string(out_features) +
                 " output features needs " + std::to_string(panels));
@@ -58,9 +59,10 @@ void pack_quantized_weight(Tensor packed, const Tensor weight, std::string forma
   if (p.out_features > 0 && p.in_features > 0) cpu::launch(op, &cpu::KernelTable::pack_quantized_weight, p);
 }
 
-// out [num_tokens, out_features]; input [num_tokens, in_features]; packed_weight as above; bias [out_features]
-void quantized_linear(Tensor out, const Tensor input, const Tensor packed_weight, std::string format, OptionalTensor bias) {
-  const char* op = "quantized_linear";
+// Everything but what `gated` says. out [num_tokens, out_features]; input [num_tokens, in_features]; packed_weight as above,
+// with `columns_per_output` times the columns; bias [columns_per_output * out_features].
+QuantizedLinearParams linear_params(const char* op, const Tensor& out, const Tensor& input, const Tensor& packed_weight,
+                                    const std::string& format, const OptionalTensor& bias, int columns_per_output) {
   const TensorArg out_arg(op, "out", out, 2), input_arg(op, "input", input, 2),
       weight_arg(op, "packed_weight", packed_weight, 3);
   QuantizedLinearParams p{};
@@ -69,9 +71,25 @@ void quantized_linear(Tensor out, const Tensor input, const Tensor packed_weight
   set_matrices(&p, out_arg, input_arg);
   weight_arg.expect_same_device(input_arg);
   input_arg.expect_size(1, "in_features", packed_in_features(weight_arg, p.format), "packed_weight");
-  expect_panels(weight_arg, p.out_features, "out");
-  set_bias(&p, bias, input_arg, p.out_features);
+  expect_panels(weight_arg, p.out_features, "out", columns_per_output);
+  set_bias(&p, bias, input_arg, int64_t{columns_per_output} * p.out_features,
+           columns_per_output == 1 ? "out_features" : "features of gate and up");
   p.weight = weight_arg.data();
+  return p;
+}
+
+void quantized_linear(Tensor out, const Tensor input, const Tensor packed_weight, std::string format, OptionalTensor bias) {
+  const char* op = "quantized_linear";
+  const QuantizedLinearParams p = linear_params(op, out, input, packed_weight, format, bias, 1);
+  if (p.num_tokens > 0 && p.out_features > 0) cpu::launch(op, &cpu::KernelTable::quantized_linear, p);
+}
+
+void quantized_gated_linear(Tensor out, const Tensor input, const Tensor packed_weight, std::string format,
+                            std::string activation, OptionalTensor bias) {
+  const char* op = "quantized_gated_linear";
+  QuantizedLinearParams p = linear_params(op, out, input, packed_weight, format, bias, 2);
+  p.gated = true;
+  p.activation = fused_activation(op, activation);
   if (p.num_tokens > 0 && p.out_features > 0) cpu::launch(op, &cpu::KernelTable::quantized_linear, p);
 }
 
@@ -103,6 +121,7 @@ void quantized_embedding(Tensor out, const Tensor indices, const Tensor packed_w
 STABLE_TORCH_LIBRARY_IMPL(pyengine, CPU, library) {
   library.impl("pack_quantized_weight", TORCH_BOX(&pack_quantized_weight));
   library.impl("quantized_linear", TORCH_BOX(&quantized_linear));
+  library.impl("quantized_gated_linear", TORCH_BOX(&quantized_gated_linear));
   library.impl("quantized_embedding", TORCH_BOX(&quantized_embedding));
 }
 

@@ -3,6 +3,7 @@
 #include "../common/launch.h"
 #include "../common/product_args.h"
 #include "../common/value_checks.h"
+#include "fused_activation.h"
 
 namespace pyengine {
 namespace {
@@ -77,13 +78,7 @@ void w8a16_gated_linear(Tensor out, const Tensor input, const Tensor packed_weig
   const char* op = "w8a16_gated_linear";
   W8A16LinearParams p = linear_params(op, out, input, packed_weight, factors, bias, 2);
   p.gated = true;
-  if (activation == "silu") {
-    p.activation = GatedActivation::kSilu;
-  } else if (activation == "gelu_tanh") {
-    p.activation = GatedActivation::kGeluTanh;
-  } else {
-    fail_op(op, "activation is '" + activation + "', it must be silu or gelu_tanh");
-  }
+  p.activation = fused_activation(op, activation);
   if (p.num_tokens > 0 && p.out_features > 0) cpu::launch(op, &cpu::KernelTable::w8a16_linear, p);
 }
 

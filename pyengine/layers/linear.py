@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pyengine.layers.activation import GatedActivation
 from pyengine.layers.checkpoint_linear import CheckpointLinear, DenseLinear, merge
-from pyengine.layers.packed_weight import PackedWeight
-from pyengine.layers.repacked_weight import RepackedGatedWeight, pack_any, repack_gated
+from pyengine.layers.packed_weight import GatedWeight, PackedWeight
+from pyengine.layers.repacked_weight import pack_any, pack_gated_any
 from pyengine.layers.weights import CheckpointWeight, QuantizedTensor, RepackedTensor, Weight, WeightSlot, plain
 from pyengine.ops import Ops
 
@@ -49,7 +49,7 @@ class Linear:
         self._starts = tuple(accumulate(out_features, initial=0))  # of each projection's rows, and the end
         self._waiting: dict[int, Weight] = {}  # projections that came before the last one
         self._activation = activation
-        self._gated: RepackedGatedWeight | None = None  # W and the activation in one
+        self._gated: GatedWeight | None = None  # W and the activation in one
         self._packed: list[PackedWeight | CheckpointLinear | DenseLinear] = []  # W from top to bottom
         self._weight: Tensor | None = None  # [out, in]: on GPUs, where no projection is quantised
 
@@ -76,7 +76,8 @@ class Linear:
             for start, end, weight in zip(self._starts, self._starts[1:], weights, strict=False):
                 self._weight[start:end].copy_(plain(weight))
             return
-        self._gated = repack_gated(weights, self._activation, self._ops)
+        if self._activation is not None:
+            self._gated = pack_gated_any(weights, self._activation.fused_name, self._ops)
         if self._gated is not None:
             return
         self._packed = [part for _, group in groupby(weights, _form) for part in self._pack(list(group))]

@@ -52,6 +52,13 @@ class PackedWeight(Protocol):
         """Rows `indices` (int64 [num_tokens]) of the weight, dequantised: [num_tokens, in]."""
 
 
+class GatedWeight(Protocol):
+    """Two weights [out, in], of a gate and of what it gates: act(x gate^T) * (x up^T) is one product."""
+
+    def multiply(self, out: Tensor, x: Tensor, bias: Tensor | None) -> None:
+        """out [num_tokens, out] from x [num_tokens, in] and bias [2 * out], the gate's first."""
+
+
 class PlainPanels:
     """Plain values.
 
@@ -123,6 +130,39 @@ class QuantizedPanels:
         out = torch.empty(indices.shape[0], in_features, dtype=self._dtype)
         self._ops.quantized_embedding(out, indices, self.data, self.format)
         return out
+
+
+class QuantizedGatedPanels:
+    """Blocks of a GGUF format, of a gate and of what it gates in panels turn about.
+
+    Args:
+        data: uint8 [2 * out / 16, in / block size, tile bytes].
+        format: of the blocks.
+        activation: silu or gelu_tanh.
+    """
+
+    def __init__(self, data: Tensor, format: str, activation: str, ops: Ops) -> None:
+        self.data, self.format, self.activation = data, format, activation
+        self._ops = ops
+
+    def multiply(self, out: Tensor, x: Tensor, bias: Tensor | None) -> None:
+        self._ops.quantized_gated_linear(out, x, self.data, self.format, self.activation, bias)
+
+
+def pack_gated(weights: Sequence[Weight], activation: str | None, ops: Ops) -> QuantizedGatedPanels | None:
+    """One weight of gate and up; None where no product applies the activation, or these are not blocks of one format in whole
+    panels."""
+    blocks = [weight for weight in weights if isinstance(weight, QuantizedTensor)]
+    if activation is None or len(blocks) != 2 or blocks[0].format != blocks[1].format or blocks[0].shape[0] % PANEL:
+        return None
+    tile = FORMATS[blocks[0].format]
+    num_panels, num_blocks = blocks[0].shape[0] // PANEL, blocks[0].blocks.shape[1] // tile.block_bytes
+    data = _MEMORY.empty((num_panels, 2, num_blocks, tile.tile_bytes), torch.uint8)
+    for which, weight in enumerate(blocks):
+        panels = torch.empty(num_panels, num_blocks, tile.tile_bytes, dtype=torch.uint8)
+        ops.pack_quantized_weight(panels, weight.blocks, weight.format)
+        data[:, which].copy_(panels)
+    return QuantizedGatedPanels(data.flatten(0, 1), blocks[0].format, activation, ops)
 
 
 def _panels(data: Tensor, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:

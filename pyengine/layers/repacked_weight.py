@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pyengine.layers.activation import GatedActivation
-from pyengine.layers.packed_weight import PackedWeight, QuantizedPanels, pack
+from pyengine.layers.packed_weight import GatedWeight, PackedWeight, QuantizedPanels, pack, pack_gated
 from pyengine.layers.weights import RepackedTensor, Weight
 from pyengine.ops import Ops
 from pyengine.ops.host_memory import ChunkAllocator, empty_pages
@@ -53,7 +52,7 @@ class RepackedWeight:
 
 
 class RepackedGatedWeight:
-    """Two weights [out, in], of a gate and of what it gates, in panels turn about: act(x gate^T) * (x up^T) is one product.
+    """Weights [out, in] of a gate and of what it gates, in panels turn about.
 
     Args:
         data: int8 [2 * out / 32, ceil(in / 64), 2048].
@@ -66,14 +65,13 @@ class RepackedGatedWeight:
         self._ops = ops
 
     def multiply(self, out: Tensor, x: Tensor, bias: Tensor | None) -> None:
-        """out [num_tokens, out] from x [num_tokens, in] and bias [2 * out], the gate's first."""
         self._ops.w8a16_gated_linear(out, x, self.data, self.factors, self.activation, bias)
 
 
-def repack_gated(weights: Sequence[Weight], activation: GatedActivation | None, ops: Ops) -> RepackedGatedWeight | None:
-    """One weight of gate and up; None where there is no activation, none that the product applies, or no whole panels."""
+def repack_gated(weights: Sequence[Weight], activation: str | None, ops: Ops) -> RepackedGatedWeight | None:
+    """One weight of gate and up; None where no product applies the activation, or there are no whole panels."""
     repacked = [weight for weight in weights if isinstance(weight, RepackedTensor)]
-    if activation is None or activation.fused_name is None or len(repacked) != 2 or repacked[0].shape[0] % _PANEL:
+    if activation is None or len(repacked) != 2 or repacked[0].shape[0] % _PANEL:
         return None
     num_rows, in_features = repacked[0].shape
     packing = _Packing((2 * num_rows, in_features), ops)
@@ -84,7 +82,7 @@ def repack_gated(weights: Sequence[Weight], activation: GatedActivation | None, 
         for which, weight in enumerate(repacked):
             _dequantize(weight, start, part[:count], ops)
             panels[:, which].copy_(part[:count].unflatten(0, (-1, _PANEL)))
-    return RepackedGatedWeight(*packing.finish(), activation.fused_name, ops)
+    return RepackedGatedWeight(*packing.finish(), activation, ops)
 
 
 def repack(weights: Sequence[RepackedTensor], ops: Ops, dtype: torch.dtype) -> PackedWeight:
@@ -98,6 +96,11 @@ def repack(weights: Sequence[RepackedTensor], ops: Ops, dtype: torch.dtype) -> P
             _dequantize(weight, start, rows, ops)
             start += len(rows)
     return RepackedWeight(*packing.finish(), shape, ops, dtype)
+
+
+def pack_gated_any(weights: Sequence[Weight], activation: str | None, ops: Ops) -> GatedWeight | None:
+    """One weight of gate and up where a product applies the activation, repacked or quantised; None elsewhere."""
+    return repack_gated(weights, activation, ops) or pack_gated(weights, activation, ops)
 
 
 def pack_any(weights: Sequence[Weight], ops: Ops, dtype: torch.dtype) -> PackedWeight:

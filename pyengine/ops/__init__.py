@@ -26,6 +26,7 @@ from pyengine.ops._signatures import (
     PackW8A16Weight,
     PagedAttention,
     QuantizedEmbedding,
+    QuantizedGatedLinear,
     QuantizedLinear,
     QuantizeInt8Rows,
     ReshapeAndCache,
@@ -76,6 +77,7 @@ class Ops:
     linear: LinearOp
     pack_quantized_weight: PackQuantizedWeight
     quantized_linear: QuantizedLinear
+    quantized_gated_linear: QuantizedGatedLinear
     quantized_embedding: QuantizedEmbedding
     pack_w8a16_weight: PackW8A16Weight
     w8a16_linear: W8A16Linear

@@ -37,6 +37,7 @@ CPU_OPS: tuple[str, ...] = (
     "linear",
     "pack_quantized_weight",
     "quantized_linear",
+    "quantized_gated_linear",
     "quantized_embedding",
     "pack_w8a16_weight",
     "w8a16_linear",

@@ -408,6 +408,28 @@ class QuantizedLinear(Protocol):
         """
 
 
+class QuantizedGatedLinear(Protocol):
+    def __call__(
+        self,
+        out: Tensor,
+        input: Tensor,
+        packed_weight: Tensor,
+        format: str,
+        activation: str,
+        bias: Tensor | None = None,
+    ) -> None:
+        """out = act(input gate^T) * (input up^T), products as `quantized_linear` has them. CPU only.
+
+        Args:
+            out: [num_tokens, out_features], written; in input's type or fp32.
+            input: [num_tokens, in_features], the token stride free.
+            packed_weight: of panels turn about of gate and up, 2 ceil(out_features / 16) in all; see `pack_quantized_weight`.
+            format: packed_weight's.
+            activation: silu or gelu_tanh.
+            bias: [2 out_features], the gate's first.
+        """
+
+
 class QuantizedEmbedding(Protocol):
     def __call__(self, out: Tensor, indices: Tensor, packed_weight: Tensor, format: str) -> None:
         """out[i] = row indices[i] of the weight, dequantised. CPU only.

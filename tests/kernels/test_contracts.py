@@ -176,6 +176,14 @@ def sample_inputs(namespace: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
         "linear": lambda: (torch.empty(3, 20), torch.randn(3, 24), torch.randn(2, 24, 16), torch.randn(20)),
         "pack_quantized_weight": lambda: (uint8(2, 3, 544), uint8(20, 3 * 34), "Q8_0"),
         "quantized_linear": lambda: (torch.empty(3, 20), torch.randn(3, 96), uint8(2, 3, 544), "Q8_0", torch.randn(20)),
+        "quantized_gated_linear": lambda: (
+            torch.empty(3, 32),
+            torch.randn(3, 96),
+            uint8(4, 3, 544),
+            "Q8_0",
+            "silu",
+            torch.randn(64),
+        ),
         "quantized_embedding": lambda: (torch.empty(3, 96), torch.tensor([0, 7, 20]), uint8(2, 3, 544), "Q8_0"),
         "pack_w8a16_weight": lambda: (torch.empty(2, 3, 2048, dtype=torch.int8), torch.empty(2, 1, 64), torch.randn(40, 140)),
         "w8a16_linear": lambda: (

@@ -33,6 +33,7 @@ _ACTIVATIONS, _W8A16 = "csrc/layers/cpu/activations.h", "csrc/quantization/cpu/w
 _W8A16_TILE, _W8A16_AMX = "csrc/quantization/cpu/w8a16_tile.h", "csrc/quantization/cpu/w8a16_tile_amx.h"
 _W8A16_WEIGHT = "csrc/quantization/cpu/w8a16_weight.cpp"
 _QUANTIZED, _QUANTIZED_AVX2 = "csrc/quantization/cpu/quantized_linear.cpp", "csrc/quantization/cpu/quantized_tile_avx2.h"
+_QUANTIZED_ROWS, _FOUR_BLOCKS = "csrc/quantization/cpu/quantized_rows.h", "csrc/quantization/cpu/quantize_blocks_avx2.h"
 _NORM, _ROTARY, _ACT = "csrc/layers/cpu/rms_norm.cpp", "csrc/layers/cpu/rotary.h", "csrc/layers/cpu/act_and_mul.cpp"
 
 
@@ -260,7 +261,24 @@ MUTANTS = [
         "load(scales() + F::kScales * kQuantPanel)",
         "quantized_linear",
     ),
-    Mutant("bias left out of whole panels", _QUANTIZED, "value + load(bias + j)", "value", "quantized_linear"),
+    Mutant("bias left out", _QUANTIZED, "value += load_partial(bias + j, n);", ";", "quantized_linear"),
+    Mutant("up takes the gate's bias", _QUANTIZED, "bias + p_.out_features : nullptr", "bias : nullptr", "quantized_linear"),
+    Mutant(
+        "all row tiles' gates in one place",
+        _QUANTIZED,
+        "gates + int64_t{first_row - plan_.first_row(unit.first_tile)} * kQuantPanel",
+        "gates",
+        "quantized_linear",
+    ),
+    Mutant("four blocks by the first one's scale", _FOUR_BLOCKS, "set1(inverse[b])", "set1(inverse[0])", "quantized_linear"),
+    Mutant("tiny blocks rounded", _FOUR_BLOCKS, "_mm_or_si128(small, huge)", "huge", "quantized_linear"),
+    Mutant(
+        "sums of a block's halves exchanged",
+        _QUANTIZED_ROWS,
+        "blocks.sums[0][b], blocks.sums[1][b]",
+        "blocks.sums[1][b], blocks.sums[0][b]",
+        "quantized_linear",
+    ),
     Mutant("a later group overwrites", _W8A16, "            group == 0,", "            true,", "w8a16_linear"),
     Mutant(
         "the gate's bias for both", _W8A16, "load_partial(bias + p_.out_features + j", "load_partial(bias + j", "w8a16_linear"

@@ -215,11 +215,61 @@ def test_bad_values_stay_in_their_row(quantized_backend: KernelBackend, kind: st
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
 def test_tiny_activations(quantized_backend: KernelBackend, kind: str) -> None:
     """Zeros and what is too small to divide by count as zero; what is small is as exact as anything."""
-    packed = pack(quantized_backend, random_blocks(kind, 16, 64), kind)
-    x = torch.randn(1, 64)
+    packed = pack(quantized_backend, random_blocks(kind, 16, 288), kind)
+    x = torch.randn(1, 288)
     unit = multiply(quantized_backend, x, packed, kind, 16)
     for factor, expected in ((0.0, 0.0), (2.0**-120, 0.0), (2.0**-149, 0.0), (2.0**-90, 2.0**-90)):
         assert torch.equal(multiply(quantized_backend, x * factor, packed, kind, 16), unit * expected)
+
+
+@pytest.mark.parametrize("rows", [2, 20])
+@pytest.mark.parametrize("kind", ["Q4_1", "Q5_0", "Q8_0", "Q6_K"])
+def test_a_block_that_counts_as_zero_leaves_the_others(quantized_backend: KernelBackend, kind: str, rows: int) -> None:
+    """Blocks that are rounded together are rounded as they are alone."""
+    packed = pack(quantized_backend, random_blocks(kind, 40, 512), kind)
+    x = torch.randn(rows, 512)
+    for place in (0, 3, 9, 15):
+        tiny, zero = x.clone(), x.clone()
+        tiny[1, 32 * place : 32 * place + 32] *= 2.0**-120
+        zero[1, 32 * place : 32 * place + 32] = 0.0
+        assert_same_bits(
+            multiply(quantized_backend, tiny, packed, kind, 40), multiply(quantized_backend, zero, packed, kind, 40)
+        )
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(
+    ("kind", "rows", "n", "k", "dtype"),
+    [
+        ("Q4_1", 1, 64, 320, FP32),
+        ("Q4_1", 5, 32, 64, BF16),
+        ("Q8_0", 2, 16, 64, FP32),
+        ("Q8_0", 7, 48, 320, FP16),
+        ("Q5_0", 12, 96, 576, FP32),
+        ("Q6_K", 70, 160, 256, FP32),
+        ("Q4_1", 300, 400, 1600, FP32),
+    ],
+)
+def test_gated_is_the_product_and_the_activation(
+    quantized_backend: KernelBackend, kind: str, rows: int, n: int, k: int, dtype: torch.dtype, activation: str
+) -> None:
+    """The same bits, where neither rounds what lies between."""
+    ops = quantized_backend.ops
+    torch.manual_seed(rows)
+    x, bias = strided_rows(rows, k, dtype, padding=2), torch.randn(2 * n).to(dtype) if rows != 12 else None
+    gate, up = random_blocks(kind, n, k, seed=1), random_blocks(kind, n, k, seed=2)
+    products = poison(rows, 2 * n, dtype=FP32)
+    ops.quantized_linear(products, x, pack(quantized_backend, torch.cat([gate, up]), kind), kind, bias)
+    expected = poison(rows, n, dtype=FP32)
+    if activation == "silu":
+        ops.silu_and_mul(expected, products)
+    else:
+        ops.gelu_and_mul(expected, products, True)
+    panels = torch.stack([gate.unflatten(0, (-1, 16)), up.unflatten(0, (-1, 16))], 1).flatten(0, 2)
+    out = poison(rows, n + 3, dtype=FP32)
+    ops.quantized_gated_linear(out[:, :n], x, pack(quantized_backend, panels, kind), kind, activation, bias)
+    assert_same_bits(out[:, :n], expected)
+    assert out[:, n:].isnan().all()
 
 
 def test_nothing_to_do(quantized_backend: KernelBackend) -> None:

@@ -14,7 +14,7 @@ from tiny_models import make_model
 from torch import Tensor
 
 from pyengine.layers.linear import Linear
-from pyengine.layers.packed_weight import QuantizedPanels
+from pyengine.layers.packed_weight import QuantizedGatedPanels, QuantizedPanels
 from pyengine.layers.repacked_weight import RepackedGatedWeight, RepackedWeight
 from pyengine.loader.checkpoint import open_checkpoint
 from pyengine.loader.tokenizer import load_tokenizer
@@ -56,6 +56,8 @@ def check(path: Path) -> Any:
 
 
 def formats_of(linear: Linear) -> list[str | None]:
+    if isinstance(linear._gated, QuantizedGatedPanels):
+        return [linear._gated.format]
     return [packed.format if isinstance(packed, QuantizedPanels) else None for packed in linear._packed]
 
 
@@ -116,7 +118,7 @@ def test_weights_are_kept_once(wide_llama: Path, tmp_path: Path) -> None:
     model = PagedRunner(path, quantization="gguf").model
     linears = [model.lm_head, *(getattr(layer.mlp, name) for layer in model.layers for name in ("gate_up_proj", "down_proj"))]
     for linear in linears:
-        (packed,) = linear._packed
+        packed = linear._gated or linear._packed[0]
         assert packed.data.numel() == linear.out_features * linear.in_features * 20 // 32
         assert not linear._waiting
         assert linear._weight is None
@@ -156,6 +158,19 @@ def test_repacked_gates(sizes: dict[str, Any], fused: bool, tmp_path: Path) -> N
     runners = [PagedRunner(folder, quantization=scheme, repack=scheme is not None) for scheme in ("int8", None)]
     repacked, exact = (runner.step({"a": ids(20)})["a"] for runner in runners)
     assert 0 < (repacked - exact).norm() < 0.1 * exact.norm()
+    assert (runners[0].model.layers[0].mlp.gate_up_proj._gated is not None) == fused
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fused"),
+    [({"hidden_act": "silu"}, True), ({"hidden_act": "gelu_pytorch_tanh"}, True), ({"hidden_act": "gelu"}, False)],
+)
+def test_quantised_gates(sizes: dict[str, Any], fused: bool, tmp_path: Path) -> None:
+    """The product applies most activations; others are an op of their own."""
+    folder = make_model(tmp_path / "hf", with_tokenizer=False, **sizes)
+    runners = [PagedRunner(folder, quantization=scheme) for scheme in ("int8", None)]
+    quantised, exact = (runner.step({"a": ids(20)})["a"] for runner in runners)
+    assert 0 < (quantised - exact).norm() < 0.1 * exact.norm()
     assert (runners[0].model.layers[0].mlp.gate_up_proj._gated is not None) == fused
 
 

@@ -5,6 +5,7 @@
 // block, unless there are too few.
 #include "../../cpu/parallel.h"
 #include "../../cpu/with_type.h"
+#include "../../layers/cpu/activations.h"
 #include "quantized_tile.h"
 #if defined(PE_SIMD_AMX)
 #include "quantized_tile_amx.h"
@@ -43,9 +44,9 @@ struct Plan {
   bool unpacked;
   int64_t row_bytes;  // of a row's records
   int num_tokens, padded_rows;
-  int num_tiles, rows, larger, step;  // the first `larger` row tiles have rows + step rows, the others `rows`
-  int block_tiles, num_blocks;        // row tiles of a unit of work
-  int num_panels, group_panels, num_groups;
+  int num_tiles, rows, larger, step;         // the first `larger` row tiles have rows + step rows, the others `rows`
+  int block_tiles, num_blocks;               // row tiles of a unit of work
+  int num_panels, group_panels, num_groups;  // gated: whole pairs of panels in a group
 
   template <class F>
   Plan(const QuantizedLinearParams& p, F)
@@ -61,11 +62,12 @@ struct Plan {
     const int64_t fit = max_of(1, kRowBlockBytes / max_of(1, row_bytes * max_rows()));
     num_blocks = static_cast<int>(ceil_div(num_tiles, fit));
     block_tiles = static_cast<int>(ceil_div(num_tiles, num_blocks));
-    num_panels = static_cast<int>(ceil_div(p.out_features, kQuantPanel));
+    const int together = p.gated ? 2 : 1;
+    num_panels = together * static_cast<int>(ceil_div(p.out_features, kQuantPanel));
     const int64_t block_rows = ceil_div(num_tokens, num_blocks);
     const int64_t enough = ceil_div(kUnitProducts, max_of(1, block_rows * p.in_features * kQuantPanel));
     const int64_t even = ceil_div(int64_t{num_panels} * num_blocks, int64_t{kUnitsPerThread} * get_num_threads());
-    group_panels = static_cast<int>(min_of(num_panels, max_of(enough, even)));
+    group_panels = together * static_cast<int>(ceil_div(min_of(num_panels, max_of(enough, even)), together));
     num_groups = static_cast<int>(ceil_div(num_panels, group_panels));
   }
   int max_rows() const { return rows + (larger > 0 ? step : 0); }
@@ -96,21 +98,56 @@ void run_unpacked_tile(int rows, const UnpackedTileArgs& args) {
 }
 #endif
 
-template <class Out, class In>
-PE_ALWAYS_INLINE void write_row(const float* c, const In* bias, int columns, Out* out) {
+// write(j, n) for columns j on, kLanes or the n that are left at a time.
+template <class Write>
+PE_ALWAYS_INLINE void for_columns(int columns, const Write& write) {
   if (columns == kQuantPanel) {  // alone, so that it is short: it is called for every few hundred products
-    for (int j = 0; j < kQuantPanel; j += kLanes) {
-      const VecF value = load(c + j);
-      store(out + j, bias != nullptr ? value + load(bias + j) : value);
-    }
+    for (int j = 0; j < kQuantPanel; j += kLanes) write(j, kLanes);
     return;
   }
-  for (int j = 0; j < columns; j += kLanes) {
-    VecF value = load(c + j);
-    if (bias != nullptr) value += load_partial(bias + j, columns - j);
-    store_partial(out + j, value, columns - j);
-  }
+  for (int j = 0; j < columns; j += kLanes) write(j, columns - j);
 }
+
+template <class Out, class In>
+PE_ALWAYS_INLINE void write_row(const float* c, const In* bias, int columns, Out* out) {
+  for_columns(columns, [=](int j, int n) {
+    VecF value = load(c + j);
+    if (bias != nullptr) value += load_partial(bias + j, n);
+    store_partial(out + j, value, n);
+  });
+}
+
+// out = act(gate) * up; up_bias where there is a gate_bias.
+template <class Activation, class Out, class In>
+PE_ALWAYS_INLINE void write_gated_row(const float* gate, const float* up, const In* gate_bias, const In* up_bias, int columns,
+                                      Out* out) {
+  for_columns(columns, [=](int j, int n) {
+    VecF x = load(gate + j), y = load(up + j);
+    if (gate_bias != nullptr) {
+      x += load_partial(gate_bias + j, n);
+      y += load_partial(up_bias + j, n);
+    }
+    store_partial(out + j, Activation::apply(x) * y, n);
+  });
+}
+
+// Brings a panel closer while row tiles of the one before keep the core busy: an equal part of it at each tile, for memory
+// gives a panel at once as slowly as a few tiles take.
+class NextPanel {
+ public:
+  NextPanel(const uint8_t* panel, int64_t bytes, int num_tiles)
+      : at_(panel), end_(panel != nullptr ? panel + bytes : panel), part_(ceil_div(ceil_div(bytes, 64), num_tiles) * 64) {}
+
+  PE_ALWAYS_INLINE void fetch_part() {
+    const uint8_t* end = at_ + min_of(part_, end_ - at_);
+    for (; at_ < end; at_ += 64) __builtin_prefetch(at_, 0, 2);
+    at_ = end;
+  }
+
+ private:
+  const uint8_t *at_, *end_;
+  int64_t part_;
+};
 
 template <class F, class In>
 class Multiplication {
@@ -128,12 +165,13 @@ class Multiplication {
 #if PE_UNPACKED_TILES
     if (plan_.unpacked) return run_unpacked<Out>(unit);
 #endif
+    float* gates = static_cast<float*>(thread_scratch(gate_bytes(unit)));
     alignas(64) float c[kMaxRows * kQuantPanel];
     for (int panel = unit.first_panel; panel < unit.end_panel; panel++) {
       for (int tile = unit.first_tile; tile < unit.end_tile; tile++) {
-        fetch_output<Out>(tile, panel * kQuantPanel);
-        run_tile<F>(plan_.rows_of(tile), QuantizedTileArgs{panel_data(panel), tile_records(tile), num_blocks(), c});
-        write<Out>(c, tile, panel * kQuantPanel);
+        const Sums sums = sums_of<Out>(unit, panel, tile, gates, c);
+        run_tile<F>(plan_.rows_of(tile), QuantizedTileArgs{panel_data(panel), tile_records(tile), num_blocks(), sums.c});
+        write<Out>(sums, panel, tile);
       }
     }
   }
@@ -161,17 +199,22 @@ class Multiplication {
   template <class Out>
   void run_unpacked(const Unit& unit) const {
     const int num_sub_blocks = p_.in_features / kSubBlock;
-    uint8_t* unpacked = static_cast<uint8_t*>(thread_scratch(int64_t{num_sub_blocks} * UnpackedSubBlock<F>::kBytes));
+    const int64_t unpacked_bytes = int64_t{num_sub_blocks} * UnpackedSubBlock<F>::kBytes;
+    uint8_t* unpacked = static_cast<uint8_t*>(thread_scratch(unpacked_bytes + gate_bytes(unit)));
+    float* gates = reinterpret_cast<float*>(unpacked + unpacked_bytes);
     alignas(64) float c[kUnpackedRows * kQuantPanel];
 #if defined(PE_SIMD_AMX)
     configure_tiles(amx_tile_config<F>(plan_.max_rows()));
 #endif
     for (int panel = unit.first_panel; panel < unit.end_panel; panel++) {
       PanelUnpacker<F>::run(panel_data(panel), num_blocks(), unpacked);
+      NextPanel next(panel + 1 < plan_.num_panels ? panel_data(panel + 1) : nullptr, num_blocks() * F::kTileBytes,
+                     unit.end_tile - unit.first_tile);
       for (int tile = unit.first_tile; tile < unit.end_tile; tile++) {
-        fetch_output<Out>(tile, panel * kQuantPanel);
-        run_unpacked_tile<F>(plan_.rows_of(tile), UnpackedTileArgs{unpacked, tile_records(tile), num_sub_blocks, c});
-        write<Out>(c, tile, panel * kQuantPanel);
+        next.fetch_part();
+        const Sums sums = sums_of<Out>(unit, panel, tile, gates, c);
+        run_unpacked_tile<F>(plan_.rows_of(tile), UnpackedTileArgs{unpacked, tile_records(tile), num_sub_blocks, sums.c});
+        write<Out>(sums, panel, tile);
       }
     }
 #if defined(PE_SIMD_AMX)
@@ -186,20 +229,57 @@ class Multiplication {
   }
   uint8_t* tile_records(int tile) const { return records_ + plan_.row_bytes * plan_.first_row(tile); }
 
-  // Rows of the result lie far apart, often in a page each: they are on their way while their tile is computed.
-  template <class Out>
-  void fetch_output(int tile, int column) const {
-    const Out* out = static_cast<const Out*>(p_.out) + plan_.first_row(tile) * p_.out_stride + column;
-    for (int r = 0; r < plan_.real_rows(tile); r++) __builtin_prefetch(out + r * p_.out_stride, 1, 3);
+  // Where a tile's sums go: gates wait, [rows of the unit, 16], for those that they gate.
+  struct Sums {
+    float* c;
+    const float* gate;  // of the same rows, or null
+    bool last;          // to be written: no gates
+  };
+  size_t gate_bytes(const Unit& unit) const {
+    const int rows = unit.end_tile > unit.first_tile ? (unit.end_tile - unit.first_tile) * plan_.max_rows() : 0;
+    return p_.gated ? rows * kQuantPanel * sizeof(float) : 0;
   }
 
+  // Rows of the result lie far apart, often in a page each: they are on their way while their tile is computed.
   template <class Out>
-  void write(const float* c, int tile, int column) const {
-    const int first_row = plan_.first_row(tile), rows = plan_.real_rows(tile);
+  Sums sums_of(const Unit& unit, int panel, int tile, float* gates, float* c) const {
+    const int first_row = plan_.first_row(tile);
+    float* gate = p_.gated ? gates + int64_t{first_row - plan_.first_row(unit.first_tile)} * kQuantPanel : nullptr;
+    if (p_.gated && panel % 2 == 0) return {gate, nullptr, false};
+    const Out* out = static_cast<const Out*>(p_.out) + first_row * p_.out_stride + column_of(panel);
+    for (int r = 0; r < plan_.real_rows(tile); r++) __builtin_prefetch(out + r * p_.out_stride, 1, 3);
+    return {c, gate, true};
+  }
+  int column_of(int panel) const { return (p_.gated ? panel / 2 : panel) * kQuantPanel; }
+
+  template <class Out>
+  void write(const Sums& sums, int panel, int tile) const {
+    if (!sums.last) return;
+    if (sums.gate == nullptr) {
+      write_rows<Out>(panel, tile, [&](int r, const In* bias, int columns, Out* out) {
+        write_row(sums.c + r * kQuantPanel, bias, columns, out);
+      });
+    } else if (p_.activation == GatedActivation::kSilu) {
+      write_gated<Silu, Out>(sums, panel, tile);
+    } else {
+      write_gated<GeluTanh, Out>(sums, panel, tile);
+    }
+  }
+  template <class Activation, class Out>
+  void write_gated(const Sums& sums, int panel, int tile) const {
+    write_rows<Out>(panel, tile, [&](int r, const In* bias, int columns, Out* out) {
+      const In* up_bias = bias != nullptr ? bias + p_.out_features : nullptr;
+      write_gated_row<Activation>(sums.gate + r * kQuantPanel, sums.c + r * kQuantPanel, bias, up_bias, columns, out);
+    });
+  }
+  // write(row of the tile, bias, columns, out) for each of its rows.
+  template <class Out, class Write>
+  PE_ALWAYS_INLINE void write_rows(int panel, int tile, const Write& write) const {
+    const int rows = plan_.real_rows(tile), column = column_of(panel);
     const int columns = static_cast<int>(min_of(kQuantPanel, p_.out_features - column));
     const In* bias = p_.bias != nullptr ? static_cast<const In*>(p_.bias) + column : nullptr;
-    Out* out = static_cast<Out*>(p_.out) + first_row * p_.out_stride + column;
-    for (int r = 0; r < rows; r++) write_row(c + r * kQuantPanel, bias, columns, out + r * p_.out_stride);
+    Out* out = static_cast<Out*>(p_.out) + plan_.first_row(tile) * p_.out_stride + column;
+    for (int r = 0; r < rows; r++) write(r, bias, columns, out + r * p_.out_stride);
   }
 
   const QuantizedLinearParams& p_;

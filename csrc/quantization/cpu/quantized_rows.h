@@ -2,6 +2,9 @@
 #pragma once
 #include "format_traits.h"
 #include "int8_dot.h"
+#if defined(PE_SIMD_AVX2)
+#include "quantize_blocks_avx2.h"
+#endif
 
 namespace pyengine::cpu {
 namespace PE_ISA {
@@ -52,26 +55,69 @@ inline QuantizedBlock quantize_block(const T* x, Value* q) {
   return block;
 }
 
+// Row r's part of a record.
+template <class F, class Value>
+class RecordRow {
+ public:
+  RecordRow(uint8_t* record, int rows, int r) : record_(record), rows_(rows), r_(r) {}
+
+  Value* values() const { return reinterpret_cast<Value*>(record_) + r_ * kSubBlock; }
+  // sums: of the first and second 16 integers
+  void set_factors(float scale, int32_t first_sum, int32_t second_sum) const {
+    float* scales = reinterpret_cast<float*>(record_ + rows_ * kSubBlock * sizeof(Value));
+    int32_t* sums = reinterpret_cast<int32_t*>(scales + rows_);
+    scales[r_] = scale;
+    if constexpr (F::kHasMin) {
+      const float sum = scale * static_cast<float>(first_sum + second_sum);
+      memcpy(sums + r_, &sum, sizeof sum);
+    } else if constexpr (F::kScales == 1) {
+      sums[r_] = -F::kOffset * (first_sum + second_sum);
+    } else {
+      sums[r_] = -F::kOffset * first_sum;
+      sums[rows_ + r_] = -F::kOffset * second_sum;
+    }
+  }
+
+ private:
+  uint8_t* record_;
+  int rows_, r_;
+};
+
+template <class F, class Value, class T>
+inline void quantize_one(const T* x, RecordRow<F, Value> row) {
+  const QuantizedBlock block = quantize_block(x, row.values());
+  row.set_factors(block.scale, block.sums[0], block.sums[1]);
+}
+
+#if defined(PE_SIMD_AVX2)
+template <class F, class Value, class T>
+inline void quantize_four(const T* x, int r, int rows, uint8_t* record) {
+  const int64_t record_size = record_bytes<F, Value>(rows);
+  const auto row = [&](int b) { return RecordRow<F, Value>(record + b * record_size, rows, r); };
+  RoundedBlocks blocks;
+  if (quantize_four_blocks(x, row(0).values(), record_size / static_cast<int64_t>(sizeof(Value)), blocks)) {
+    for (int b = 0; b < kBlocksAtOnce; b++) row(b).set_factors(blocks.scale[b], blocks.sums[0][b], blocks.sums[1][b]);
+  } else {
+    for (int b = 0; b < kBlocksAtOnce; b++) quantize_one(x + b * kSubBlock, row(b));
+  }
+}
+#endif
+
 // `count` rows of k values, and rows of zeros up to `rows`, to k / 32 records.
 template <class F, class Value, class T>
 inline void quantize_rows(const T* input, int64_t stride, int count, int rows, int k, uint8_t* records) {
-  if (count < rows) memset(records, 0, record_bytes<F, Value>(rows) * (k / kSubBlock));
+  const int64_t record_size = record_bytes<F, Value>(rows);
+  if (count < rows) memset(records, 0, record_size * (k / kSubBlock));
   for (int r = 0; r < count; r++) {
+    const T* x = input + r * stride;
     uint8_t* record = records;
-    for (int k0 = 0; k0 < k; k0 += kSubBlock, record += record_bytes<F, Value>(rows)) {
-      const QuantizedBlock block = quantize_block(input + r * stride + k0, reinterpret_cast<Value*>(record) + r * kSubBlock);
-      float* scales = reinterpret_cast<float*>(record + rows * kSubBlock * sizeof(Value));
-      int32_t* sums = reinterpret_cast<int32_t*>(scales + rows);
-      scales[r] = block.scale;
-      if constexpr (F::kHasMin) {
-        const float sum = block.scale * static_cast<float>(block.sums[0] + block.sums[1]);
-        memcpy(sums + r, &sum, sizeof sum);
-      } else if constexpr (F::kScales == 1) {
-        sums[r] = -F::kOffset * (block.sums[0] + block.sums[1]);
-      } else {
-        for (int s = 0; s < F::kScales; s++) sums[s * rows + r] = -F::kOffset * block.sums[s];
-      }
+    int k0 = 0;
+#if defined(PE_SIMD_AVX2)
+    for (; k0 + kBlocksAtOnce * kSubBlock <= k; k0 += kBlocksAtOnce * kSubBlock, record += kBlocksAtOnce * record_size) {
+      quantize_four<F, Value>(x + k0, r, rows, record);
     }
+#endif
+    for (; k0 < k; k0 += kSubBlock, record += record_size) quantize_one<F, Value>(x + k0, RecordRow<F, Value>(record, rows, r));
   }
 }
 

@@ -1,7 +1,7 @@
-// The micro-kernel on AVX2 where there are more than a few rows: up to 4 quantised rows times one panel of 16 columns.
+// The micro-kernel on AVX2 where there are more than a few rows: up to 6 quantised rows times one panel of 16 columns.
 //
 // The integers are exact as everywhere, and what is done with them is what QuantizedTile does, so the bits are the same.
-// From three row tiles on, a panel is unpacked once, to where the first-level cache keeps it for all of them.
+// For more than two small tiles, a panel is unpacked once, to where the first-level cache keeps it for all of them.
 #pragma once
 #include <type_traits>
 
@@ -10,7 +10,7 @@
 namespace pyengine::cpu {
 namespace PE_ISA {
 
-constexpr int kUnpackedRows = 4, kUnpackedRowStep = 1;  // rows of a tile, at most, and the multiples that there are kernels for
+constexpr int kUnpackedRows = 6, kUnpackedRowStep = 1;  // rows of a tile, at most, and the multiples that there are kernels for
 
 // Values of 8 bits do not fit two products in 16 bits: they are widened, as are the rows.
 template <class F>
@@ -19,7 +19,7 @@ template <class F>
 using RowValue = std::conditional_t<kWidened<F>, int16_t, int8_t>;
 // With fewer rows, what unpacking a panel costs is more than it brings.
 template <class F>
-constexpr int kUnpackMinRows = kWidened<F> ? kFewRows + 1 : 2 * kUnpackedRows + 1;
+constexpr int kUnpackMinRows = kWidened<F> ? kFewRows + 1 : 2 * kMaxRows + 1;
 
 // A sub-block, unpacked: the values, 64 bytes for each 4 (uint8) or 2 (int16, the offset subtracted) values of 16 columns, in
 // two vectors of 8 columns | float scale[kScales][16] | float minimum[16] where there are minima.
@@ -226,7 +226,7 @@ class RowsBySource {
     for (int v = 0; v < 2; v++) {
       const VecF scale = kLast ? source.scale(kScale, v) : zero();
       const VecF minimum = kLast && F::kHasMin ? source.minimum(v) : zero();
-#pragma GCC unroll 4
+#pragma GCC unroll 6
       for (int r = 0; r < MR; r++) {
         VecI sum = {kWidened<F> ? sums[r].v[v] : _mm256_madd_epi16(sums[r].v[v], _mm256_set1_epi16(1))};
         if constexpr (!kFirst) sum = sum + work.sums[r][v];
@@ -243,7 +243,7 @@ class RowsBySource {
   template <int From, int Step = 0>
   static PE_ALWAYS_INLINE void add_steps(const Source& source, const uint8_t* record, StepSums (&sums)[MR]) {
     const __m256i columns[2] = {source.template columns<From + Step>(0), source.template columns<From + Step>(1)};
-#pragma GCC unroll 4
+#pragma GCC unroll 6
     for (int r = 0; r < MR; r++) {
       const uint8_t* row = record + r * kSubBlock * sizeof(typename Source::Value) + 4 * (From + Step);
       add_step<kWidened<F>, Step == 0>(sums[r], columns, *reinterpret_cast<const uint8_t (*)[4]>(row));
