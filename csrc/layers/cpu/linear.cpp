@@ -211,7 +211,7 @@ const char* linear(const LinearParams& p) {
 #if defined(PE_SIMD_AMX)
   if (p.dtype == DType::kBF16 && p.weight_dtype == DType::kBF16) return bf16_linear(p);
 #elif defined(PE_SIMD_AVX2)
-  if (p.num_tokens > kMaxRows) return packed_linear(p);
+  if (p.num_tokens > kFewRows) return packed_linear(p);
 #endif
   const LinearPlan plan(p);
   const float* a = static_cast<const float*>(p.input);

@@ -1,9 +1,10 @@
-// linear on AVX2 where there are several row tiles: what limits the products is how many instructions there are beside the fma.
+// linear on AVX2 where there are more than a few rows: what limits the products is how many instructions there are beside the
+// fma.
 //
 // Rows are brought into the order in which a tile reads them, step by step of k: one address serves all rows, and loads that
 // fall into the same bank of the cache are rare, which rows a multiple of 64 bytes apart make the rule. One unit of work is a
 // group of panels times a block of row tiles. k is walked in blocks, for each of which a panel's part stays in the caches while
-// the row tiles pass by, and meanwhile the next part is fetched.
+// the row tiles pass by, and meanwhile the next part is fetched: from several places at once, for memory gives more that way.
 #pragma once
 #include <type_traits>
 
@@ -45,12 +46,13 @@ struct PackedTileArgs {
   int k;
   float* c;          // [rows, 16]
   bool add;          // to c, or overwrite it
-  const char* next;  // what to bring closer meanwhile: `lines` cache lines for each kSteps of k
-  int lines;         // 0, 1, 2 or kMaxLines
+  const char* next;  // what to bring closer meanwhile, for each kSteps of k a cache line at each of `places` places
+  int64_t apart;     // bytes from a place to the next one
+  int places;        // 0, 2, 4 or 8
 };
 
 struct PackedTile {
-  static constexpr int kSteps = 8, kMaxLines = 4;
+  static constexpr int kSteps = 8;
 
   template <int MR, int NP>
   static void run(const PackedTileArgs& args) {
@@ -60,18 +62,18 @@ struct PackedTile {
     } else {
       zero_tile(acc);
     }
-    switch (args.lines) {
+    switch (args.places) {
       case 0:
         accumulate<MR, 0>(acc, args);
-        break;
-      case 1:
-        accumulate<MR, 1>(acc, args);
         break;
       case 2:
         accumulate<MR, 2>(acc, args);
         break;
+      case 4:
+        accumulate<MR, 4>(acc, args);
+        break;
       default:
-        accumulate<MR, kMaxLines>(acc, args);
+        accumulate<MR, 8>(acc, args);
     }
     store_tile(acc, args.c, kPanel);
   }
@@ -84,16 +86,16 @@ struct PackedTile {
     for (int r = 0; r < MR; r++) multiply_row(acc.v[r], columns, a[r]);
   }
 
-  template <int MR, int LINES>
+  template <int MR, int PLACES>
   static PE_ALWAYS_INLINE void accumulate(Accumulators<MR, kPanelVecs>& acc, const PackedTileArgs& args) {
     const float *a = args.a, *b = args.b;
     const char* next = args.next;
     int left = args.k;
 #pragma GCC unroll 1
     for (; left >= kSteps; left -= kSteps, a += kSteps * MR, b += kSteps * kPanel) {
-#pragma GCC unroll 4
-      for (int i = 0; i < LINES; i++) __builtin_prefetch(next + 64 * i, 0, 2);
-      if (LINES > 0) next += 64 * LINES;
+#pragma GCC unroll 8
+      for (int i = 0; i < PLACES; i++) __builtin_prefetch(next + args.apart * i, 0, 2);
+      if (PLACES > 0) next += 64;
 #pragma GCC unroll 8
       for (int i = 0; i < kSteps; i++) step<MR>(acc, a + i * MR, b + i * kPanel);
     }
@@ -102,7 +104,7 @@ struct PackedTile {
   }
 };
 
-// rows[r] += r: the transpose of 8 x 8 floats.
+// The transpose of 8 x 8 floats, in place.
 inline void transpose(__m256 (&rows)[8]) {
   __m256 pairs[8], fours[8];
   for (int i = 0; i < 8; i += 2) {
@@ -134,6 +136,22 @@ void pack_rows(const In* rows, int64_t stride, int num_rows, int count, float* o
   }
   for (; k < count; k++) {
     for (int r = 0; r < num_rows; r++) *out++ = to_float(rows[r * stride + k]);
+  }
+}
+
+// out: the row tiles of the input after one another, each [in_features, rows]
+template <class In>
+void pack_input(const LinearParams& p, const RowTiles& tiles, float* out) {
+  constexpr int64_t kSerialLimit = 16 * 1024;  // values; below, a second thread would be no faster
+  const auto pack_tile = [&](int64_t tile, int) {
+    const int64_t row = tiles.first_row(static_cast<int>(tile));
+    pack_rows(static_cast<const In*>(p.input) + row * p.input_stride, p.input_stride, tiles.rows_of(static_cast<int>(tile)),
+              p.in_features, out + row * p.in_features);
+  };
+  if (int64_t{p.num_tokens} * p.in_features <= kSerialLimit) {
+    for (int tile = 0; tile < tiles.count; tile++) pack_tile(tile, 0);
+  } else {
+    parallel_for(tiles.count, pack_tile);
   }
 }
 
@@ -216,7 +234,7 @@ class PackedUnit {
         const int row = plan_.tiles.first_row(tile), count = plan_.tiles.rows_of(tile);
         const bool finished = k0 + k == p_.in_features;
         if (finished) fetch_output<Out>(row, count, panel);
-        PackedTileArgs args = {a_ + int64_t{row} * p_.in_features + int64_t{k0} * count, b, k, c, k0 > 0, nullptr, 0};
+        PackedTileArgs args = {a_ + int64_t{row} * p_.in_features + int64_t{k0} * count, b, k, c, k0 > 0, nullptr, 0, 0};
         fetch_next(next, tile - rows.first_tile, rows.end_tile - rows.first_tile, args);
         with_rows<PackedTile, 1, 1, kMaxRows>(count, args);
         if (finished) write_tile<Out, In>(c, row, count, panel);
@@ -234,14 +252,16 @@ class PackedUnit {
     }
   }
 
-  // A tile's share of the next part of a panel: as much as its steps fetch at `lines` a time, until there is no more.
+  // A tile's share of the next part of a panel, which is cut into as many runs as there are places: the few first tiles fetch
+  // all of it.
   static void fetch_next(const W* next, int tile, int num_tiles, PackedTileArgs& args) {
-    const int lines = num_tiles >= 8 ? 1 : num_tiles >= 4 ? 2 : PackedTile::kMaxLines;
-    const int first = tile * lines * (args.k / PackedTile::kSteps);
-    const int count = args.k * kPanel * static_cast<int>(sizeof(W)) / 64;
-    if (next == nullptr || first >= count) return;
+    const int places = num_tiles >= 4 ? 2 : num_tiles >= 2 ? 4 : 8;
+    const int run_lines = args.k * kPanel * static_cast<int>(sizeof(W)) / 64 / places;
+    const int first = tile * (args.k / PackedTile::kSteps);
+    if (next == nullptr || first >= run_lines) return;
     args.next = reinterpret_cast<const char*>(next) + 64 * first;
-    args.lines = lines;
+    args.apart = int64_t{64} * run_lines;
+    args.places = places;
   }
 
   template <class Out>
@@ -263,17 +283,13 @@ class PackedUnit {
   const float* a_;
 };
 
-// For more rows than one tile has.
+// For more than kFewRows rows.
 inline const char* packed_linear(const LinearParams& p) {
   const PackedPlan plan(p);
   float* packed = static_cast<float*>(shared_scratch(int64_t{p.num_tokens} * p.in_features * sizeof(float)));
   return with_float_type(p.dtype, [&](auto in) -> const char* {
     using In = decltype(in);
-    parallel_for(plan.tiles.count, [&](int64_t tile, int) {
-      const int64_t row = plan.tiles.first_row(static_cast<int>(tile));
-      pack_rows(static_cast<const In*>(p.input) + row * p.input_stride, p.input_stride,
-                plan.tiles.rows_of(static_cast<int>(tile)), p.in_features, packed + row * p.in_features);
-    });
+    pack_input<In>(p, plan.tiles, packed);
     return with_float_type(p.weight_dtype, [&](auto w) -> const char* {
       const PackedUnit<decltype(w)> unit(p, plan, packed);
       if (p.out_dtype == DType::kF32) {
