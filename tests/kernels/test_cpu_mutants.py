@@ -238,7 +238,7 @@ MUTANTS = [
     Mutant("rotation backwards", _ROTARY, "fnma(b, s, a * c)", "fma(b, s, a * c)", "layer_ops"),
     Mutant("pairs as halves", _ROTARY, "if (is_neox)", "if (true)", "layer_ops"),
     Mutant("gelu without the cubic term", _ACTIVATIONS, "set1(0.044715f)", "set1(0.0f)", "layer_ops"),
-    Mutant("up from the gate's half", _ACT, "load_partial(gate + p.d + i", "load_partial(gate + i", "layer_ops"),
+    Mutant("up from the gate's half", _ACT, "load(gate + p.d + i)", "load(gate + i)", "layer_ops"),
     Mutant("widened values keep their offset", _QUANTIZED_AVX2, "_mm256_set1_epi16(F::kOffset)", "none", "quantized_linear"),
     Mutant(
         "an earlier chunk's sums lost",

@@ -35,7 +35,9 @@ const char* run(const ActAndMulParams& p) {
     for (int64_t token = first; token < last; token++) {
       const T* gate = static_cast<const T*>(p.input) + token * p.input_stride;
       T* out = static_cast<T*>(p.out) + token * p.out_stride;
-      for (int i = begin; i < end; i += kLanes) {
+      int i = begin;
+      for (; i + kLanes <= end; i += kLanes) store(out + i, Act::apply(load(gate + i)) * load(gate + p.d + i));
+      if (i < end) {
         store_partial(out + i, Act::apply(load_partial(gate + i, end - i)) * load_partial(gate + p.d + i, end - i), end - i);
       }
     }

@@ -31,7 +31,9 @@ float sum_of_squares(const T* x, int n) {
 // residual += x, rounded to T: the norm sees what the next layer will see.
 template <class T>
 void add_residual(const T* x, T* residual, int n) {
-  for (int i = 0; i < n; i += kLanes) {
+  int i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(residual + i, load(residual + i) + load(x + i));
+  if (i < n) {
     store_partial(residual + i, load_partial(residual + i, n - i) + load_partial(x + i, n - i), n - i);
   }
 }
@@ -39,7 +41,9 @@ void add_residual(const T* x, T* residual, int n) {
 template <class T>
 void normalize_row(const T* x, const T* weight, float epsilon, int n, T* out) {
   const VecF scale = set1(1.0f / __builtin_sqrtf(sum_of_squares(x, n) / static_cast<float>(n) + epsilon));
-  for (int i = 0; i < n; i += kLanes) {
+  int i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(out + i, load(x + i) * scale * load(weight + i));
+  if (i < n) {
     store_partial(out + i, load_partial(x + i, n - i) * scale * load_partial(weight + i, n - i), n - i);
   }
 }
