@@ -56,8 +56,8 @@ MUTANTS = [
     Mutant(
         "keys before the common ones left out",
         _TILE,
-        "add_range(block, rows, row, 1, {rows.keys_of(row).begin, begin}, state)",
-        "",
+        "{keys.begin, begin < keys.end ? begin : keys.end}",
+        "{begin, begin}",
     ),
     Mutant(
         "keys that the last row alone sees",

@@ -92,16 +92,15 @@ class TileRunner {
   // The state of all rows after partition `index` alone. Meanwhile, with a few rows, the first of `next` are fetched.
   void run_partition(int64_t index, const SoftmaxState& state, const NextKeys& next) const {
     state.clear(num_rows_);
-    const int64_t first = index * kPartition;
-    for (int64_t start = first; start < first + kPartition && start < tile_.end; start += kKeyBlock) {
-      if (start + kKeyBlock <= tile_.begin) continue;
+    const int64_t first = index * kPartition, limit = first + kPartition < tile_.end ? first + kPartition : tile_.end;
+    const int64_t first_block = tile_.begin > first ? tile_.begin / kKeyBlock * kKeyBlock : first;
+    KeysAhead<T> ahead(p_, {tile_.seq, tile_.kv_head, first_block + kKeyBlock, limit}, next);
+    for (int64_t start = first_block; start < limit; start += kKeyBlock) {
       const int begin = tile_.begin > start ? static_cast<int>(tile_.begin - start) : 0;
       const int end = tile_.end - start < kKeyBlock ? static_cast<int>(tile_.end - start) : kKeyBlock;
       if constexpr (sizeof(T) > 1) {
         if (few_) {
-          KeyBlock<T> block = pages_.view(start, begin, end, tile_.end);
-          if (start + kKeyBlock >= tile_.end) fetch_after(block, next);
-          run_block(start, block, state);
+          run_block(start, pages_.view(start, begin, end, [&] { return ahead.take(); }), state);
           continue;
         }
       }
@@ -112,19 +111,12 @@ class TileRunner {
  private:
   template <class Q>
   void widen_query() const {
-    for (int row = 0; row < num_rows_; row++) {
-      const Q* from = rows_.query<Q>(row);
-      float* to = memory_.query + row * shape_.ld_value;
-      for (int d = 0; d < p_.head_dim; d += kLanes) store(to + d, load_partial(from + d, p_.head_dim - d));
-    }
-  }
-
-  // The tile's last block: after it come the keys of another one.
-  void fetch_after(KeyBlock<T>& block, const NextKeys& next) const {
-    const SequencePages<T> pages(p_, next.seq, next.kv_head);
-    int64_t position = next.begin / kPanel * kPanel;
-    for (int group = block.begin / kPanel; group * kPanel < block.end && position < next.end; group++, position += kPanel)
-      block.next_keys[group] = pages.key(position);
+    const int head_dim = p_.head_dim;
+    float* to = memory_.query;
+    rows_.each(static_cast<const Q*>(p_.query), p_.query_token_stride, [&](int, int, int64_t, const Q* from) {
+      for (int d = 0; d < head_dim; d += kLanes) store(to + d, load_partial(from + d, head_dim - d));
+      to += shape_.ld_value;
+    });
   }
 
   // Some of the row tiles, and what each row sees of a block that starts at position `start`.
@@ -157,7 +149,7 @@ class TileRunner {
       if (rows.any.empty()) continue;
       multiply_keys(block, rows);
       weigh(rows, state);
-      for (int i = rows.first_tile; i < rows.end_tile; i++) add_values(block, rows, i, state);
+      add_values(block, rows, state);
     }
   }
 
@@ -218,24 +210,65 @@ class TileRunner {
       weigh_rows<kLogitRows>(memory_.logits, rows.end - rows.first, rows.visible, form_, indices_, state);
   }
 
-  // The rows of a tile share the keys that all of them see; what only some see, before and after, goes row by row. So a row
+  // The rows of a tile share the keys that all of them see; what only some see, before and after, goes by themselves. So a row
   // never touches a value that it must not see, and each row's chain of fma is the same in any company.
   template <class B>
-  void add_values(const KeyBlock<B>& block, const RowBlock& rows, int tile, const SoftmaxState& state) const {
-    const int first = row_tiles_.first_row(tile), count = row_tiles_.rows_of(tile);
+  void add_values(const KeyBlock<B>& block, const RowBlock& rows, const SoftmaxState& state) const {
+    KeyRange shared[kLogitTiles];
+    for (int i = 0; i < rows.end_tile - rows.first_tile; i++) {
+      const int tile = rows.first_tile + i, begin = (shared[i] = shared_keys(rows, tile)).begin;
+      each_group(rows, tile, [&](int row, int count, KeyRange keys) {
+        add_range(block, rows, row, count, {keys.begin, begin < keys.end ? begin : keys.end}, state);
+      });
+    }
+    add_shared(block, rows, shared, state);
+    for (int i = 0; i < rows.end_tile - rows.first_tile; i++) {
+      each_group(rows, rows.first_tile + i, [&](int row, int count, KeyRange keys) {
+        add_range(block, rows, row, count, {shared[i].end, keys.end}, state);
+      });
+    }
+  }
+
+  // What all rows of a tile see; if that is nothing, an empty range after all keys.
+  KeyRange shared_keys(const RowBlock& rows, int tile) const {
+    const int first = row_tiles_.first_row(tile), last = first + row_tiles_.rows_of(tile);
     int begin = 0, end = kKeyBlock;
-    for (int row = first; row < first + count; row++) {
+    for (int row = first; row < last; row++) {
       const KeyRange keys = rows.keys_of(row);
       begin = keys.begin > begin ? keys.begin : begin;
       end = keys.end < end ? keys.end : end;
     }
-    if (begin >= end) {
-      for (int row = first; row < first + count; row++) add_range(block, rows, row, 1, rows.keys_of(row), state);
+    return begin < end ? KeyRange{begin, end} : KeyRange{kKeyBlock, kKeyBlock};
+  }
+
+  // fn(first row, number of rows, keys) for neighbours in a tile that see the same keys.
+  template <class Fn>
+  void each_group(const RowBlock& rows, int tile, const Fn& fn) const {
+    const int last = row_tiles_.first_row(tile) + row_tiles_.rows_of(tile);
+    for (int row = row_tiles_.first_row(tile), next; row < last; row = next) {
+      const KeyRange keys = rows.keys_of(row);
+      for (next = row + 1; next < last && rows.keys_of(next) == keys;) next++;
+      fn(row, next - row, keys);
+    }
+  }
+
+  // Panel by panel for all tiles of rows, so that a panel of values stays in the first-level cache.
+  template <class B>
+  void add_shared(const KeyBlock<B>& block, const RowBlock& rows, const KeyRange* shared, const SoftmaxState& state) const {
+    if (few_) {
+      for (int tile = rows.first_tile; tile < rows.end_tile; tile++)
+        add_range(block, rows, row_tiles_.first_row(tile), row_tiles_.rows_of(tile), shared[tile - rows.first_tile], state);
       return;
     }
-    for (int row = first; row < first + count; row++) add_range(block, rows, row, 1, {rows.keys_of(row).begin, begin}, state);
-    add_range(block, rows, first, count, {begin, end}, state);
-    for (int row = first; row < first + count; row++) add_range(block, rows, row, 1, {end, rows.keys_of(row).end}, state);
+    const int panels = panels_for(row_tiles_.max_rows()), total = shape_.ld_value / kPanel;
+    for (int panel = 0; panel < total; panel += panels) {
+      for (int tile = rows.first_tile; tile < rows.end_tile; tile++) {
+        const KeyRange keys = shared[tile - rows.first_tile];
+        if (keys.empty()) continue;
+        add_panels(rows, row_tiles_.first_row(tile), row_tiles_.rows_of(tile), row_tiles_.max_rows(), keys, panel, panels,
+                   state);
+      }
+    }
   }
 
   template <class B>
@@ -243,18 +276,31 @@ class TileRunner {
                  const SoftmaxState& state) const {
     if (keys.empty()) return;
     const int panels = few_ ? few_row_panels(count) : panels_for(count), total = shape_.ld_value / kPanel;
-    const float* weights = logits_of(rows, row);
-    float* out = state.out + row * state.ld;
     for (int panel = 0; panel < total; panel += panels) {
-      int sources[kMostPanels];
-      for (int i = 0; i < panels; i++) sources[i] = panel + i < total ? panel + i : total - 1;
       if (few_) {
-        with_row_panels<ValueSum>(count, ValueSumArgs<B>{weights, &block, keys, sources, out, state.ld});
+        int sources[kMostPanels];
+        take_panels(panel, panels, sources);
+        with_row_panels<ValueSum>(
+            count, ValueSumArgs<B>{logits_of(rows, row), &block, keys, sources, state.out + row * state.ld, state.ld});
       } else {
-        with_tile_shape<WeightedSum>(count, count,
-                                     WeightedSumArgs{weights, memory_.values, keys, sources, out + panel * kPanel, state.ld});
+        add_panels(rows, row, count, count, keys, panel, panels, state);
       }
     }
+  }
+
+  void add_panels(const RowBlock& rows, int row, int count, int max_rows, KeyRange keys, int panel, int panels,
+                  const SoftmaxState& state) const {
+    int sources[kMostPanels];
+    take_panels(panel, panels, sources);
+    float* out = state.out + row * state.ld + panel * kPanel;
+    with_tile_shape<WeightedSum>(count, max_rows,
+                                 WeightedSumArgs{logits_of(rows, row), memory_.values, keys, sources, out, state.ld});
+  }
+
+  // Panels from `panel` on, the last one again in place of those beyond.
+  void take_panels(int panel, int panels, int (&sources)[kMostPanels]) const {
+    const int total = shape_.ld_value / kPanel;
+    for (int i = 0; i < panels; i++) sources[i] = panel + i < total ? panel + i : total - 1;
   }
 
   const PagedAttentionParams& p_;

@@ -297,11 +297,11 @@ class AmxTileRunner {
   // The first value of each 16 tokens, and what to fetch while they are read: keys of `next`, or what is there already.
   void take_value_groups(const RowBlock& rows, const NextKeys& next, const BFloat16* (&groups)[kKeyGroups],
                          const BFloat16* (&ahead)[kKeyGroups]) const {
-    const SequencePages<BFloat16> next_pages(p_, next.seq, next.kv_head);
-    int64_t position = next.begin / kPanel * kPanel;
-    for (int group = rows.any.begin / kPanel; group * kPanel < rows.any.end; group++, position += kPanel) {
+    KeysAhead<BFloat16> keys(p_, next.tile, {next.next, {}});
+    for (int group = rows.any.begin / kPanel; group * kPanel < rows.any.end; group++) {
       groups[group] = pages_.value(rows.start + group * kPanel);
-      ahead[group] = position < next.end ? next_pages.key(position) : groups[group];
+      ahead[group] = keys.take();
+      if (ahead[group] == nullptr) ahead[group] = groups[group];
     }
   }
 

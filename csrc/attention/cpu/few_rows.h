@@ -16,9 +16,9 @@ constexpr int kMostPanels = few_row_panels(1) > kWidePanels ? few_row_panels(1) 
 // A panel's vectors in the order of the products, and back. Which column is in which lane does not matter until then.
 template <class T>
 struct PanelOrder {
-  static PE_ALWAYS_INLINE void load_columns(const T* from, VecF (&columns)[kPanelVecs]) {
-#pragma GCC unroll 4
-    for (int j = 0; j < kPanelVecs; j++) columns[j] = load(from + j * kLanes);
+  template <int J>
+  static PE_ALWAYS_INLINE VecF columns(const T* from) {
+    return load(from + J * kLanes);
   }
   static PE_ALWAYS_INLINE void from_memory(const float* from, VecF* panel) {
 #pragma GCC unroll 4
@@ -31,13 +31,24 @@ struct PanelOrder {
 };
 
 #if defined(PE_SIMD_AVX2)
+alignas(32) inline const uint32_t kUpperHalves[8] = {0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000,
+                                                     0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000};
+
 // The even columns, then the odd ones: two operations widen 16 numbers, where a vector of neighbours takes two each.
 template <>
 struct PanelOrder<BFloat16> {
-  static PE_ALWAYS_INLINE void load_columns(const BFloat16* from, VecF (&columns)[2]) {
-    const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-    columns[0].v = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
-    columns[1].v = _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
+  template <int J>
+  static PE_ALWAYS_INLINE VecF columns(const BFloat16* from) {
+    const __m256i* pairs = reinterpret_cast<const __m256i*>(from);
+    if constexpr (J == 0) return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(pairs), 16))};
+#if defined(PE_SIMDE)
+    return {_mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(pairs), _mm256_set1_epi32(static_cast<int>(0xffff0000))))};
+#else
+    // The mask comes from memory, and the pairs a second time: twelve sums, three rows' elements and this fill the registers.
+    __m256i odd;
+    __asm__("vmovdqu %1, %0\n\tvpand %2, %0, %0" : "=x"(odd) : "m"(*pairs), "m"(kUpperHalves));
+    return {_mm256_castsi256_ps(odd)};
+#endif
   }
   static PE_ALWAYS_INLINE void from_memory(const float* from, VecF* panel) {
     const __m256 a = _mm256_loadu_ps(from), b = _mm256_loadu_ps(from + 8);
@@ -53,6 +64,15 @@ struct PanelOrder<BFloat16> {
 };
 #endif
 
+// acc[r][first ..] += x[r] * from[0 .. 16], from the J-th vector on.
+template <int MR, class T, int J = 0, int NV>
+PE_ALWAYS_INLINE void add_columns(Accumulators<MR, NV>& acc, const VecF (&x)[MR], const T* from, int first) {
+  const VecF columns = PanelOrder<T>::template columns<J>(from);
+#pragma GCC unroll 8
+  for (int r = 0; r < MR; r++) acc.v[r][first + J] = fma(x[r], columns, acc.v[r][first + J]);
+  if constexpr (J + 1 < kPanelVecs) add_columns<MR, T, J + 1>(acc, x, from, first);
+}
+
 // acc[r] += sum over k < count of a(r, k) * b[p][k * ldb .. + 16], in the products' order of columns.
 template <int MR, int NP, class T, class Rows, class Ahead>
 PE_ALWAYS_INLINE void accumulate_few(Accumulators<MR, NP * kPanelVecs>& acc, const Rows& a, const T* const (&b)[NP],
@@ -63,15 +83,7 @@ PE_ALWAYS_INLINE void accumulate_few(Accumulators<MR, NP * kPanelVecs>& acc, con
 #pragma GCC unroll 8
     for (int r = 0; r < MR; r++) x[r] = set1(a.at(r, k));
 #pragma GCC unroll 4
-    for (int p = 0; p < NP; p++) {
-      VecF columns[kPanelVecs];
-      PanelOrder<T>::load_columns(b[p] + k * ldb, columns);
-#pragma GCC unroll 4
-      for (int j = 0; j < kPanelVecs; j++) {
-#pragma GCC unroll 8
-        for (int r = 0; r < MR; r++) acc.v[r][p * kPanelVecs + j] = fma(x[r], columns[j], acc.v[r][p * kPanelVecs + j]);
-      }
-    }
+    for (int p = 0; p < NP; p++) add_columns<MR, T>(acc, x, b[p] + k * ldb, p * kPanelVecs);
   }
 }
 

@@ -21,6 +21,7 @@ constexpr int round_up(int x, int multiple) { return (x + multiple - 1) / multip
 struct KeyRange {
   int begin, end;
   bool empty() const { return begin >= end; }
+  bool operator==(const KeyRange& other) const { return begin == other.begin && end == other.end; }
 };
 
 // A run of tokens whose values lie one stride apart. `offset` is the first token's place in the block.
@@ -40,13 +41,17 @@ struct KeyBlock {
   int64_t value_stride;            // from a token's value to the next one's
   int64_t panel_stride;            // from 16 of a value's dimensions to the next 16
   const T* value_groups[kGroups];  // the first value of each group in use, for fetching ahead; else null
-  const T* next_keys[kGroups];     // the next block's groups, where there are any; else null
+  const T* next_keys[kGroups];     // for each group in use one to fetch while its values are read, or null
 };
 
-// Positions whose keys a thread is likely to read next; none if begin == end.
-struct NextKeys {
+// Positions whose keys a thread is likely to read; none if begin == end.
+struct KeysToRead {
   int seq, kv_head;
   int64_t begin, end;
+};
+// What it reads after a partition: first the rest of the tile, then the next one.
+struct NextKeys {
+  KeysToRead tile, next;
 };
 
 // Where a sequence's keys and values of one KV head lie.
@@ -64,17 +69,17 @@ class SequencePages {
   // dimensions of a value, can be read at once.
   bool direct(int rows) const { return p_.block_size % kPanel == 0 && p_.head_dim % kPanel == 0 && rows <= kDirectRows; }
 
-  // Tokens [first + begin, first + end), `first` being the block's first position.
-  // Positions up to `limit` are in use, for what is fetched ahead.
-  KeyBlock<T> view(int64_t first, int begin, int end, int64_t limit) const {
-    KeyBlock<T> block{begin, end, {}, p_.k_dim_stride, {}, 0, p_.v_token_stride, kPanel, {}, {}};
-    for (int group = 0; group < kGroups; group++) {
-      const int64_t position = first + kKeyBlock + group * kPanel;
-      if (position < limit) block.next_keys[group] = key(position);
-    }
+  // Tokens [first + begin, first + end), `first` being the block's first position. next_key(): what to fetch meanwhile.
+  template <class NextKey>
+  KeyBlock<T> view(int64_t first, int begin, int end, const NextKey& next_key) const {
+    KeyBlock<T> block;
+    block.begin = begin, block.end = end, block.num_runs = 0;
+    block.key_stride = p_.k_dim_stride, block.value_stride = p_.v_token_stride, block.panel_stride = kPanel;
     for (int group = begin / kPanel; group * kPanel < end; group++) {
       block.groups[group] = key(first + group * kPanel);
       block.value_groups[group] = value(first + group * kPanel);
+      block.next_keys[group] = next_key();
+      if ((end - group * kPanel) * 2 <= kPanel) fetch_values(first + group * kPanel, end - group * kPanel, block, group);
     }
     for (int token = begin; token < end;) {
       const int count = run_length(first + token, end - token);
@@ -98,8 +103,13 @@ class SequencePages {
         token += columns;
       }
     }
-    KeyBlock<float> block{begin, end, {}, kPanel, {}, 1, kPanel, kPanel * kKeyBlock, {}, {}};
-    for (int group = begin / kPanel; group * kPanel < end; group++) block.groups[group] = keys + group * group_size;
+    KeyBlock<float> block;
+    block.begin = begin, block.end = end, block.num_runs = 1;
+    block.key_stride = kPanel, block.value_stride = kPanel, block.panel_stride = kPanel * kKeyBlock;
+    for (int group = begin / kPanel; group * kPanel < end; group++) {
+      block.groups[group] = keys + group * group_size;
+      block.value_groups[group] = block.next_keys[group] = nullptr;
+    }
     block.runs[0] = {values + begin * kPanel, begin, end - begin};
     return block;
   }
@@ -113,6 +123,15 @@ class SequencePages {
  private:
   int64_t page(int64_t position) const { return table_[position >> p_.block_shift]; }
   int64_t slot(int64_t position) const { return position & (p_.block_size - 1); }
+
+  // The few values in use of a group, in place of all 16.
+  void fetch_values(int64_t position, int count, KeyBlock<T>& block, int group) const {
+    constexpr int kLine = 64 / sizeof(T);
+    for (int token = 0; token < count; token++) {
+      for (int d = 0; d < p_.head_dim; d += kLine) __builtin_prefetch(value(position + token) + d, 0, 2);
+    }
+    block.value_groups[group] = block.groups[group];
+  }
 
   // Tokens from `position` on that share its page, at most `limit`.
   int run_length(int64_t position, int limit) const {
@@ -170,6 +189,32 @@ class SequencePages {
   const int32_t* table_;
   const T* k_;
   const T* v_;
+};
+
+// The groups of keys that follow a block's, in the order in which they are read.
+template <class T>
+class KeysAhead {
+ public:
+  // `own`: of the block's tile and partition; then those of `next`.
+  KeysAhead(const PagedAttentionParams& p, const KeysToRead& own, const NextKeys& next)
+      : p_(p), ranges_{own, next.tile, next.next}, position_(own.begin) {}
+
+  // Null at the end.
+  const T* take() {
+    while (position_ >= ranges_[range_].end) {
+      if (range_ == 2) return nullptr;
+      position_ = ranges_[++range_].begin / kPanel * kPanel;
+    }
+    const T* key = SequencePages<T>(p_, ranges_[range_].seq, ranges_[range_].kv_head).key(position_);
+    position_ += kPanel;
+    return key;
+  }
+
+ private:
+  const PagedAttentionParams& p_;
+  KeysToRead ranges_[3];
+  int range_ = 0;
+  int64_t position_;
 };
 
 }  // namespace PE_ISA

@@ -150,12 +150,14 @@ class Launch {
     return {run.seq,   head_of(index), run.first_token, run.num_tokens, run.num_keys - run.num_tokens,
             run.begin, run.num_keys,   nullptr};
   }
-  NextKeys keys_of(int64_t tile) const { return {run_of(tile).seq, head_of(tile), run_of(tile).begin, run_of(tile).num_keys}; }
+  KeysToRead keys_of(int64_t tile) const {
+    return {run_of(tile).seq, head_of(tile), run_of(tile).begin, run_of(tile).num_keys};
+  }
   // What a thread takes after item `index` if all are equally fast.
-  NextKeys keys_after(const ItemList& list, int64_t index) const {
-    if (index + threads_ >= list.count) return {0, 0, 0, 0};
+  KeysToRead keys_after(const ItemList& list, int64_t index) const {
+    if (index + threads_ >= list.count) return {};
     const Item& item = list.items[index + threads_];
-    NextKeys keys = keys_of(item.tile);
+    KeysToRead keys = keys_of(item.tile);
     if (item.partition * kPartition > keys.begin) keys.begin = item.partition * kPartition;
     return keys;
   }
@@ -189,7 +191,7 @@ class Launch {
     const AttentionTile work = {
         prefix.seq, kv_head, 0, prefix.num_tokens, 0, begin, begin + kPartition, prefixes_.tokens + prefix.first_token};
     const Runner runner(p_, prefix_shape_, work, indices_, tile_memory(prefix_shape_));
-    runner.run_partition(prefix.partition, prefix_tile_state(index, kv_head), {0, 0, 0, 0});
+    runner.run_partition(prefix.partition, prefix_tile_state(index, kv_head), {});
   }
 
   void run_early(int64_t index) const {
@@ -197,7 +199,7 @@ class Launch {
     if (item.state < 0) return run_tiles(early_, index);
     const AttentionTile work = tile(item.tile);
     const Runner runner(p_, shape_, work, indices_, tile_memory(shape_));
-    runner.run_partition(item.partition, state(item.state, runner.rows().count()), keys_after(early_, index));
+    runner.run_partition(item.partition, state(item.state, runner.rows().count()), {keys_after(early_, index), {}});
   }
 
   void run_late(int64_t index) const {
@@ -219,7 +221,7 @@ class Launch {
       run_whole(tile, tile + 1 < item.end_tile ? keys_of(tile + 1) : keys_after(list, index));
   }
 
-  void run_whole(int64_t index, const NextKeys& after) const {
+  void run_whole(int64_t index, const KeysToRead& after) const {
     const AttentionTile work = tile(index);
     const QueryRun& run = run_of(index);
     const Runner runner(p_, shape_, work, indices_, tile_memory(shape_));
@@ -227,8 +229,8 @@ class Launch {
     const int64_t first = first_partition(run), end = end_partition(run);
     for (int64_t i = first; i < end; i++) {
       const bool is_first = i == first && run.num_parts == 0;
-      const NextKeys next = {work.seq, work.kv_head, (i + 1) * kPartition, work.end};
-      runner.run_partition(i, is_first ? total : part, i + 1 < end ? next : after);
+      const KeysToRead rest = {work.seq, work.kv_head, (i + 1) * kPartition, work.end};
+      runner.run_partition(i, is_first ? total : part, {rest, after});
       if (!is_first) merge_rows(total, part, runner.rows().count());
     }
     runner.rows().finish(total);

@@ -18,8 +18,9 @@ struct SoftmaxState {
   int ld;
 
   void clear(int rows) const {
-    for (int i = 0; i < rows * ld; i += kLanes) store(out + i, zero());
-    for (int r = 0; r < rows; r++) max[r] = -__builtin_inff(), sum[r] = 0.0f;
+    float *const to = out, *const maxima = max, *const sums = sum;
+    for (int i = 0, end = rows * ld; i < end; i += kLanes) store(to + i, zero());
+    for (int r = 0; r < rows; r++) maxima[r] = -__builtin_inff(), sums[r] = 0.0f;
   }
 };
 
@@ -118,10 +119,10 @@ inline void merge_rows(const SoftmaxState& total, const SoftmaxState& part, int 
   }
 }
 
-// Row `row` of a finished state: normalises it into out [head_dim] and gives its log-sum-exp. The sink, if there is one, joins
-// the sum.
+// Row `row` of a finished state: normalises it into out [head_dim] and gives its log-sum-exp, if there is an `lse`. The sink,
+// if there is one, joins the sum.
 template <class T>
-inline float finish_row(const SoftmaxState& state, int row, const float* sink, int head_dim, T* out) {
+inline void finish_row(const SoftmaxState& state, int row, const float* sink, int head_dim, T* out, float* lse) {
   float max = state.max[row], sum = state.sum[row], factor = 1.0f;
   if (sink != nullptr) {
     const float new_max = max > *sink ? max : *sink;
@@ -132,7 +133,7 @@ inline float finish_row(const SoftmaxState& state, int row, const float* sink, i
   const VecF scale = set1(factor / sum);
   const float* from = state.out + row * state.ld;
   for (int d = 0; d < head_dim; d += kLanes) store_partial(out + d, load(from + d) * scale, head_dim - d);
-  return max + __builtin_logf(sum);
+  if (lse != nullptr) *lse = max + __builtin_logf(sum);
 }
 
 }  // namespace PE_ISA

@@ -28,8 +28,10 @@ inline void transform_logits(float* s, KeyRange keys, const LogitOptions& option
   }
 }
 
-// 2^x for x <= 0 or NaN, relative error below 2e-7 (minimax polynomial of the fraction, exact at 0); 0 below -126.
+// 2^x for x <= 0 or NaN, relative error below 2e-7 (minimax polynomial of the fraction, exact at 0); 0 below -126.5, where n is
+// -127, whose power mul_pow2 makes 0.
 inline VecF exp2_nonpositive(VecF x) {
+  x = max(set1(-127.0f), x);
   const VecF n = round_to_int(x), r = x - n;
   VecF p = set1(1.3264727247e-3f);
   p = fma(p, r, set1(9.6715126882e-3f));
@@ -37,7 +39,7 @@ inline VecF exp2_nonpositive(VecF x) {
   p = fma(p, r, set1(2.4022242085e-1f));
   p = fma(p, r, set1(6.9314697760e-1f));
   p = fma(p, r, set1(1.0f));
-  return zero_below(mul_pow2(p, n), x, -126.0f);
+  return mul_pow2(p, n);
 }
 
 // The largest of a row's logits s; what shares a vector with `keys` at either end and is not one of them becomes -inf.
@@ -77,7 +79,11 @@ template <int MAX_ROWS>
 inline void weigh_rows(float* s, int count, const KeyRange* visible, const LogitForm& form, const LaneIndices& indices,
                        const SoftmaxState& state) {
   constexpr int kVectors = (MAX_ROWS + kLanes - 1) / kLanes;
-  float factor[kVectors * kLanes] = {}, shift[kVectors * kLanes] = {};
+  float factor[kVectors * kLanes], shift[kVectors * kLanes];
+  for (int i = 0; i < count; i += kLanes) {
+    store(factor + i, zero());
+    store(shift + i, zero());
+  }
   for (int r = 0; r < count; r++) {
     if (visible[r].empty()) continue;
     const float block_max = largest_of_keys(s + r * kKeyBlock, visible[r], indices) * form.to_natural;

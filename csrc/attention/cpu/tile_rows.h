@@ -1,6 +1,8 @@
 // The query rows (token, head of the group) of one tile of attention: a run of a sequence's tokens, or tokens of sequences that
 // share a prefix, against one KV head.
 #pragma once
+#include <type_traits>
+
 #include "../../cpu/with_type.h"
 #include "plan/shared_prefix.h"
 #include "softmax.h"
@@ -35,6 +37,8 @@ struct TileShape {
   }
 };
 
+constexpr int kTokensAhead = 2;  // whose rows are fetched meanwhile
+
 // Rows are ordered token by token, the heads of the group inside.
 class TileRows {
  public:
@@ -51,6 +55,23 @@ class TileRows {
   template <class Q>
   const Q* query(int row) const {
     return static_cast<const Q*>(p_.query) + token(row) * p_.query_token_stride + int64_t{head(row)} * p_.head_dim;
+  }
+
+  // fn(row, head, token, x) for each row, whose x [head_dim] lies in a tensor of queries' shape that starts at `base`.
+  template <class Q, class Fn>
+  void each(Q* base, int64_t token_stride, const Fn& fn) const {
+    const int heads = group_, first_head = tile_.kv_head * heads, head_dim = p_.head_dim;
+    for (int i = 0, row = 0; i < tile_.num_tokens; i++) {
+      const int64_t token = token_at(i);
+      if (i + kTokensAhead < tile_.num_tokens) {
+        const char* next =
+            reinterpret_cast<const char*>(base + token_at(i + kTokensAhead) * token_stride + first_head * head_dim);
+        for (int byte = 0; byte < heads * head_dim * static_cast<int>(sizeof(Q)); byte += 64)
+          __builtin_prefetch(next + byte, !std::is_const_v<Q>, 3);
+      }
+      for (int head = first_head; head < first_head + heads; head++, row++)
+        fn(row, head, token, base + token * token_stride + head * head_dim);
+    }
   }
 
   // What a row sees of the keys from position `start` on, of which [in_use.begin, in_use.end) are in use.
@@ -71,19 +92,17 @@ class TileRows {
 
  private:
   int head(int row) const { return tile_.kv_head * group_ + row % group_; }
-  int64_t token(int row) const {
-    return tile_.tokens != nullptr ? tile_.tokens[row / group_].row
-                                   : p_.query_start_loc[tile_.seq] + tile_.first_token + row / group_;
+  int64_t token(int row) const { return token_at(row / group_); }
+  int64_t token_at(int index) const {
+    return tile_.tokens != nullptr ? tile_.tokens[index].row : p_.query_start_loc[tile_.seq] + tile_.first_token + index;
   }
 
   template <class Q>
   void finish_rows(const SoftmaxState& state, Q* out) const {
-    for (int row = 0; row < count_; row++) {
-      const float* sink = p_.sinks != nullptr ? p_.sinks + head(row) : nullptr;
-      const float lse =
-          finish_row(state, row, sink, p_.head_dim, out + token(row) * p_.out_token_stride + int64_t{head(row)} * p_.head_dim);
-      if (p_.lse != nullptr) p_.lse[token(row) * p_.num_heads + head(row)] = lse;
-    }
+    each(out, p_.out_token_stride, [&](int row, int head, int64_t token, Q* to) {
+      const float* sink = p_.sinks != nullptr ? p_.sinks + head : nullptr;
+      finish_row(state, row, sink, p_.head_dim, to, p_.lse != nullptr ? p_.lse + token * p_.num_heads + head : nullptr);
+    });
   }
 
   const PagedAttentionParams& p_;
