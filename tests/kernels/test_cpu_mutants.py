@@ -215,6 +215,13 @@ MUTANTS = [
     Mutant("last values of k repeated", _BF16_LINEAR, "rest[i] = x[k + i];", "rest[i] = x[k];", "linear", "amx"),
     Mutant("second row tile takes the first's rows", _BF16_LINEAR, "(rows + row_tile_bytes,", "(rows,", "linear", "amx"),
     Mutant("padding slots written", _RESHAPE, "if (slot < 0) continue;", "if (slot < -1) continue;", "cache_ops"),
+    Mutant(
+        "a run of tokens goes on past its page",
+        _RESHAPE,
+        "while (count < left &&",
+        "while (count < kMostTokens &&",
+        "cache_ops",
+    ),
     Mutant("INT8 truncated", _RESHAPE, "__builtin_rintf(code)", "__builtin_truncf(code)", "cache_ops"),
     Mutant("FP8 scale of another head", _RESHAPE, "side.scale[head] : 1.0f", "side.scale[0] : 1.0f", "cache_ops"),
     Mutant(

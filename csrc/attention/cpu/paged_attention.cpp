@@ -24,6 +24,7 @@ constexpr int kItemsPerThread = 16;                   // tiles that cost less th
 constexpr int kPrefixPartCost = 8;                    // of merging a shared partition's state, in keys of a query token
 constexpr int64_t kMaxStateBytes = 64 * 1024 * 1024;  // of the partitions' results that await their merge; as much again of
                                                       // shared prefixes
+constexpr int64_t kSerialFloats = 16 * 1024;          // of states; to wake a thread for their merge takes longer than it
 constexpr int kFewestPrefixRows = 32, kMostQueryRows = 16;  // of a shared prefix's tile; of a sequence's share in it
 
 template <class Runner>
@@ -58,7 +59,11 @@ class Launch {
         run_early(i - num_prefix_items);
       }
     });
-    parallel_for(late_.count, [&](int64_t i, int) { run_late(i); });
+    if (prefixes_.num_tiles == 0 && state_floats <= kSerialFloats) {
+      for (int64_t i = 0; i < late_.count; i++) run_late(i);
+    } else {
+      parallel_for(late_.count, [&](int64_t i, int) { run_late(i); });
+    }
   }
 
  private:

@@ -13,7 +13,9 @@ namespace pyengine::cpu {
 namespace PE_ISA {
 namespace {
 
-constexpr int kTokensPerUnit = 8;
+constexpr int kFewestTokens = 4, kMostTokens = 16;  // of a unit of work
+constexpr int kUnitsPerThread = 8;
+constexpr int kMaxRunHead = 256;            // head_dim of what is written several tokens at once
 constexpr int64_t kSerialLimit = 2 * 1024;  // elements; below, waking threads costs more than the work
 
 // Where one side's (keys' or values') element goes.
@@ -83,15 +85,59 @@ void write_head(const CacheSide<T, C>& side, const T* x, int head, int head_dim,
   }
 }
 
+template <class T, class C>
+void convert_row(const T* x, int n, C* out) {
+  if constexpr (std::is_same_v<T, C>) {
+    memcpy(out, x, n * sizeof(T));
+  } else if constexpr (std::is_same_v<C, Float16>) {
+    for (int i = 0; i < n; i++) from_float(to_float(x[i]), out + i);
+  } else {
+    for (int i = 0; i < n; i += kLanes) store_partial(out + i, load_partial(x + i, n - i), n - i);
+  }
+}
+
+// One head of `count` tokens in neighbouring slots of a page: dimension by dimension, where those are far apart.
+template <class T, class C>
+void write_run(const CacheSide<T, C>& side, const T* x, int count, int head_dim, C* out) {
+  if (side.dim_stride == 1) {
+    for (int i = 0; i < count; i++) convert_row(x + i * side.source_stride, head_dim, out + i * side.token_stride);
+    return;
+  }
+  C rows[kMostTokens * kMaxRunHead];
+  for (int i = 0; i < count; i++) convert_row(x + i * side.source_stride, head_dim, rows + i * head_dim);
+  for (int d = 0; d < head_dim; d++) {
+    C* to = out + d * side.dim_stride;
+    for (int i = 0; i < count; i++) to[i * side.token_stride] = rows[i * head_dim + d];
+  }
+}
+
+// Tokens from `token` on whose slots follow each other in one page, at most kMostTokens.
+inline int run_length(const ReshapeAndCacheParams& p, int64_t token, int64_t end) {
+  const int64_t first = p.slot_mapping[token], left = p.block_size - (first & (p.block_size - 1));
+  int count = 1;
+  while (count < left && count < kMostTokens && token + count < end && p.slot_mapping[token + count] == first + count) count++;
+  return count;
+}
+
 // Head by head, because neighbouring tokens write into the same cache lines of a dimension-major page.
 template <class T, class C>
 void write_tokens(const ReshapeAndCacheParams& p, const CacheSide<T, C>& side, int64_t begin, int64_t end) {
   for (int head = 0; head < p.num_kv_heads; head++) {
-    for (int64_t token = begin; token < end; token++) {
-      const int64_t slot = p.slot_mapping[token];
+    for (int64_t token = begin, next; token < end; token = next) {
+      next = token + 1;
+      const int64_t slot = p.slot_mapping[token], block = slot >> p.block_shift, offset = slot & (p.block_size - 1);
       if (slot < 0) continue;
-      write_head(side, side.source + token * side.source_stride + int64_t{head} * p.head_dim, head, p.head_dim,
-                 slot >> p.block_shift, static_cast<int>(slot & (p.block_size - 1)));
+      const T* x = side.source + token * side.source_stride + int64_t{head} * p.head_dim;
+      const int count = sizeof(C) > 1 && p.head_dim <= kMaxRunHead ? run_length(p, token, end) : 1;
+      if constexpr (sizeof(C) > 1) {
+        if (count > 1) {
+          C* out = side.cache + block * side.block_stride + head * side.head_stride + offset * side.token_stride;
+          write_run(side, x, count, p.head_dim, out);
+          next = token + count;
+          continue;
+        }
+      }
+      write_head(side, x, head, p.head_dim, block, static_cast<int>(offset));
     }
   }
 }
@@ -133,9 +179,11 @@ const char* run(const ReshapeAndCacheParams& p) {
     write_range<T, C>(p, 0, p.num_tokens);
     return nullptr;
   }
-  parallel_for((p.num_tokens + kTokensPerUnit - 1) / kTokensPerUnit, [&](int64_t unit, int) {
-    const int64_t begin = unit * kTokensPerUnit;
-    write_range<T, C>(p, begin, begin + kTokensPerUnit < p.num_tokens ? begin + kTokensPerUnit : p.num_tokens);
+  const int64_t even = p.num_tokens / (int64_t{kUnitsPerThread} * get_num_threads());
+  const int64_t per_unit = even < kFewestTokens ? kFewestTokens : even > kMostTokens ? kMostTokens : even;
+  parallel_for((p.num_tokens + per_unit - 1) / per_unit, [&](int64_t unit, int) {
+    const int64_t begin = unit * per_unit;
+    write_range<T, C>(p, begin, begin + per_unit < p.num_tokens ? begin + per_unit : p.num_tokens);
   });
   return nullptr;
 }
