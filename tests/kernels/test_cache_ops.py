@@ -67,6 +67,46 @@ def test_reshape_and_cache(
     assert_same_bits(v_cache, expected[1])
 
 
+def prompt_slots(block_size: int, lengths: list[int], first: int, seed: int) -> Tensor:
+    """Slots of sequences whose tokens follow each other from place `first` of a block on, in blocks in any order."""
+    blocks_each = [-(-(first + length) // block_size) for length in lengths]
+    table = torch.randperm(sum(blocks_each), generator=torch.Generator().manual_seed(seed))
+    table, _ = table.sort() if seed % 2 == 0 else (table, None)  # also blocks that are neighbours
+    places = []
+    for length, blocks in zip(lengths, table.split(blocks_each), strict=True):
+        positions = torch.arange(first, first + length)
+        places.append(blocks[positions // block_size] * block_size + positions % block_size)
+    return torch.cat(places)
+
+
+@pytest.mark.parametrize("types", [(FP32, FP32), (FP32, BF16), (FP32, FP16), (BF16, BF16), (BF16, FP32)])
+@pytest.mark.parametrize(
+    ("head_dim", "block_size", "num_kv_heads", "lengths", "first"),
+    [(64, 16, 3, [70, 1, 33], 5), (16, 32, 1, [40, 20], 0), (80, 8, 2, [9, 50], 7), (320, 16, 1, [40], 3)],
+)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_reshape_and_cache_of_prompts(
+    cpu_backend: KernelBackend,
+    head_dim: int,
+    block_size: int,
+    num_kv_heads: int,
+    lengths: list[int],
+    first: int,
+    seed: int,
+    types: tuple[torch.dtype, torch.dtype],
+) -> None:
+    slots = prompt_slots(block_size, lengths, first, seed)
+    num_blocks = int(slots.max()) // block_size + 1
+    slots[len(slots) // 2] = -1
+    key, value = random_kv(len(slots), num_kv_heads, head_dim, types[0], seed=block_size)
+    k_cache = cpu_backend.key_cache(poison(num_blocks, num_kv_heads, block_size, head_dim, dtype=types[1]))
+    v_cache = poison(num_blocks, num_kv_heads, block_size, head_dim, dtype=types[1])
+    expected = scatter(k_cache, key.to(types[1]), slots), scatter(v_cache, value.to(types[1]), slots)
+    cpu_backend.ops.reshape_and_cache(key, value, k_cache, v_cache, slots)
+    assert_same_bits(k_cache, expected[0])
+    assert_same_bits(v_cache, expected[1])
+
+
 @pytest.mark.parametrize("types", [(FP32, BF16), (FP32, FP16), (BF16, FP32), (BF16, FP16)])
 def test_reshape_and_cache_converts(cpu_backend: KernelBackend, types: tuple[torch.dtype, torch.dtype]) -> None:
     slots = random_slots(NUM_TOKENS, 64, seed=1)
