@@ -56,8 +56,8 @@ MUTANTS = [
     Mutant(
         "keys before the common ones left out",
         _TILE,
-        "{keys.begin, begin < keys.end ? begin : keys.end}",
-        "{begin, begin}",
+        "{keys.begin, shared.begin < keys.end ? shared.begin : keys.end}",
+        "{shared.begin, shared.begin}",
     ),
     Mutant(
         "keys that the last row alone sees",

@@ -214,18 +214,14 @@ class TileRunner {
   // never touches a value that it must not see, and each row's chain of fma is the same in any company.
   template <class B>
   void add_values(const KeyBlock<B>& block, const RowBlock& rows, const SoftmaxState& state) const {
-    KeyRange shared[kLogitTiles];
-    for (int i = 0; i < rows.end_tile - rows.first_tile; i++) {
-      const int tile = rows.first_tile + i, begin = (shared[i] = shared_keys(rows, tile)).begin;
+    for (int tile = rows.first_tile; tile < rows.end_tile; tile++) {
+      const KeyRange shared = shared_keys(rows, tile);
       each_group(rows, tile, [&](int row, int count, KeyRange keys) {
-        add_range(block, rows, row, count, {keys.begin, begin < keys.end ? begin : keys.end}, state);
+        add_range(block, rows, row, count, {keys.begin, shared.begin < keys.end ? shared.begin : keys.end}, state);
       });
-    }
-    add_shared(block, rows, shared, state);
-    for (int i = 0; i < rows.end_tile - rows.first_tile; i++) {
-      each_group(rows, rows.first_tile + i, [&](int row, int count, KeyRange keys) {
-        add_range(block, rows, row, count, {shared[i].end, keys.end}, state);
-      });
+      add_range(block, rows, row_tiles_.first_row(tile), row_tiles_.rows_of(tile), shared, state);
+      each_group(rows, tile,
+                 [&](int row, int count, KeyRange keys) { add_range(block, rows, row, count, {shared.end, keys.end}, state); });
     }
   }
 
@@ -252,55 +248,23 @@ class TileRunner {
     }
   }
 
-  // Panel by panel for all tiles of rows, so that a panel of values stays in the first-level cache.
-  template <class B>
-  void add_shared(const KeyBlock<B>& block, const RowBlock& rows, const KeyRange* shared, const SoftmaxState& state) const {
-    if (few_) {
-      for (int tile = rows.first_tile; tile < rows.end_tile; tile++)
-        add_range(block, rows, row_tiles_.first_row(tile), row_tiles_.rows_of(tile), shared[tile - rows.first_tile], state);
-      return;
-    }
-    const int panels = panels_for(row_tiles_.max_rows()), total = shape_.ld_value / kPanel;
-    for (int panel = 0; panel < total; panel += panels) {
-      for (int tile = rows.first_tile; tile < rows.end_tile; tile++) {
-        const KeyRange keys = shared[tile - rows.first_tile];
-        if (keys.empty()) continue;
-        add_panels(rows, row_tiles_.first_row(tile), row_tiles_.rows_of(tile), row_tiles_.max_rows(), keys, panel, panels,
-                   state);
-      }
-    }
-  }
-
   template <class B>
   void add_range(const KeyBlock<B>& block, const RowBlock& rows, int row, int count, KeyRange keys,
                  const SoftmaxState& state) const {
     if (keys.empty()) return;
     const int panels = few_ ? few_row_panels(count) : panels_for(count), total = shape_.ld_value / kPanel;
+    const float* weights = logits_of(rows, row);
+    float* out = state.out + row * state.ld;
     for (int panel = 0; panel < total; panel += panels) {
+      int sources[kMostPanels];
+      for (int i = 0; i < panels; i++) sources[i] = panel + i < total ? panel + i : total - 1;
       if (few_) {
-        int sources[kMostPanels];
-        take_panels(panel, panels, sources);
-        with_row_panels<ValueSum>(
-            count, ValueSumArgs<B>{logits_of(rows, row), &block, keys, sources, state.out + row * state.ld, state.ld});
+        with_row_panels<ValueSum>(count, ValueSumArgs<B>{weights, &block, keys, sources, out, state.ld});
       } else {
-        add_panels(rows, row, count, count, keys, panel, panels, state);
+        with_tile_shape<WeightedSum>(count, count,
+                                     WeightedSumArgs{weights, memory_.values, keys, sources, out + panel * kPanel, state.ld});
       }
     }
-  }
-
-  void add_panels(const RowBlock& rows, int row, int count, int max_rows, KeyRange keys, int panel, int panels,
-                  const SoftmaxState& state) const {
-    int sources[kMostPanels];
-    take_panels(panel, panels, sources);
-    float* out = state.out + row * state.ld + panel * kPanel;
-    with_tile_shape<WeightedSum>(count, max_rows,
-                                 WeightedSumArgs{logits_of(rows, row), memory_.values, keys, sources, out, state.ld});
-  }
-
-  // Panels from `panel` on, the last one again in place of those beyond.
-  void take_panels(int panel, int panels, int (&sources)[kMostPanels]) const {
-    const int total = shape_.ld_value / kPanel;
-    for (int i = 0; i < panels; i++) sources[i] = panel + i < total ? panel + i : total - 1;
   }
 
   const PagedAttentionParams& p_;
