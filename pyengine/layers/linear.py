@@ -91,6 +91,11 @@ class Linear:
             return [DenseLinear([plain(weight) for weight in weights], dtype=self._dtype, device=self._device)]
         return [pack_any(weights, self._ops, self._dtype)]
 
+    @property
+    def parts(self) -> Sequence[PackedWeight | CheckpointLinear | DenseLinear | GatedWeight]:
+        """W from top to bottom, as it is multiplied with: neighbouring projections of one form in one, gate and up too."""
+        return self._packed if self._gated is None else [self._gated]
+
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         """Multiply.
 

@@ -92,7 +92,7 @@ def test_on_cpus(case: tuple[str, Path, Tensor]) -> None:
     assert 0 < error(runner, expected) < BLOCKS
     layer = runner.model.layers[0]
     for linear in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj):
-        assert [packed.format for packed in linear._packed] == [BLOCK_FORMATS.get(name, "Q4_1")]
+        assert [part.format for part in linear.parts] == [BLOCK_FORMATS.get(name, "Q4_1")]
 
 
 @pytest.mark.parametrize("device", GPUS)
@@ -158,7 +158,7 @@ def test_modules_that_stay_plain(device: str, llama: Path, tmp_path: Path) -> No
         runner = run(folder, name, device)
         assert error(runner, transformers_logits(plain)) < allowed(name, device)
         first, second = runner.model.layers[:2]
-        assert [len(linear._packed) for linear in (first.self_attn.qkv_proj, first.mlp.gate_up_proj)] == [2, 1]
+        assert [len(linear.parts) for linear in (first.self_attn.qkv_proj, first.mlp.gate_up_proj)] == [2, 1]
         assert not isinstance(second.mlp.down_proj._packed[0], CheckpointLinear)
 
 

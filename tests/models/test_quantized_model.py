@@ -56,9 +56,7 @@ def check(path: Path) -> Any:
 
 
 def formats_of(linear: Linear) -> list[str | None]:
-    if isinstance(linear._gated, QuantizedGatedPanels):
-        return [linear._gated.format]
-    return [packed.format if isinstance(packed, QuantizedPanels) else None for packed in linear._packed]
+    return [part.format if isinstance(part, QuantizedPanels | QuantizedGatedPanels) else None for part in linear.parts]
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -118,7 +116,7 @@ def test_weights_are_kept_once(wide_llama: Path, tmp_path: Path) -> None:
     model = PagedRunner(path, quantization="gguf").model
     linears = [model.lm_head, *(getattr(layer.mlp, name) for layer in model.layers for name in ("gate_up_proj", "down_proj"))]
     for linear in linears:
-        packed = linear._gated or linear._packed[0]
+        (packed,) = linear.parts
         assert packed.data.numel() == linear.out_features * linear.in_features * 20 // 32
         assert not linear._waiting
         assert linear._weight is None
