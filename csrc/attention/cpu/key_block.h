@@ -191,9 +191,12 @@ class SequencePages {
   const T* v_;
 };
 
-// The groups of keys that follow a block's, in the order in which they are read.
+// The groups of keys that follow a block's, in the order in which they are read. Pages of fp32 are so long that processors fetch
+// them in time by themselves, and those of the next tile would only be in the way.
 template <class T>
 class KeysAhead {
+  static constexpr bool kFetchesNext = sizeof(T) < 4;
+
  public:
   // `own`: of the block's tile and partition; then those of `next`.
   KeysAhead(const PagedAttentionParams& p, const KeysToRead& own, const NextKeys& next)
@@ -202,7 +205,7 @@ class KeysAhead {
   // Null at the end.
   const T* take() {
     while (position_ >= ranges_[range_].end) {
-      if (range_ == 2) return nullptr;
+      if (range_ == 2 || !kFetchesNext) return nullptr;
       position_ = ranges_[++range_].begin / kPanel * kPanel;
     }
     const T* key = SequencePages<T>(p_, ranges_[range_].seq, ranges_[range_].kv_head).key(position_);
