@@ -191,8 +191,8 @@ class SequencePages {
   const T* v_;
 };
 
-// The groups of keys that follow a block's, in the order in which they are read. Pages of fp32 are so long that processors fetch
-// them in time by themselves, and those of the next tile would only be in the way.
+// The groups of keys that follow a block's, in the order in which they are read. Pages of fp32 are so long that processors
+// fetch them in time by themselves, and those of the next tile would only be in the way.
 template <class T>
 class KeysAhead {
   static constexpr bool kFetchesNext = sizeof(T) < 4;
