@@ -40,7 +40,7 @@ PE_ALWAYS_INLINE VecF load_columns(const float* b) {
 #endif
 }
 
-struct PackedTileArgs {
+struct PackedRowsArgs {
   const float* a;  // [k, rows]
   const float* b;  // [k, 16]
   int k;
@@ -51,11 +51,11 @@ struct PackedTileArgs {
   int places;        // 0, 2, 4 or 8
 };
 
-struct PackedTile {
+struct PackedRowsTile {
   static constexpr int kSteps = 8;
 
   template <int MR, int NP>
-  static void run(const PackedTileArgs& args) {
+  static void run(const PackedRowsArgs& args) {
     Accumulators<MR, kPanelVecs> acc;
     if (args.add) {
       load_tile(acc, args.c, kPanel);
@@ -87,7 +87,7 @@ struct PackedTile {
   }
 
   template <int MR, int PLACES>
-  static PE_ALWAYS_INLINE void accumulate(Accumulators<MR, kPanelVecs>& acc, const PackedTileArgs& args) {
+  static PE_ALWAYS_INLINE void accumulate(Accumulators<MR, kPanelVecs>& acc, const PackedRowsArgs& args) {
     const float *a = args.a, *b = args.b;
     const char* next = args.next;
     int left = args.k;
@@ -234,9 +234,9 @@ class PackedUnit {
         const int row = plan_.tiles.first_row(tile), count = plan_.tiles.rows_of(tile);
         const bool finished = k0 + k == p_.in_features;
         if (finished) fetch_output<Out>(row, count, panel);
-        PackedTileArgs args = {a_ + int64_t{row} * p_.in_features + int64_t{k0} * count, b, k, c, k0 > 0, nullptr, 0, 0};
+        PackedRowsArgs args = {a_ + int64_t{row} * p_.in_features + int64_t{k0} * count, b, k, c, k0 > 0, nullptr, 0, 0};
         fetch_next(next, tile - rows.first_tile, rows.end_tile - rows.first_tile, args);
-        with_rows<PackedTile, 1, 1, kMaxRows>(count, args);
+        with_rows<PackedRowsTile, 1, 1, kMaxRows>(count, args);
         if (finished) write_tile<Out, In>(c, row, count, panel);
         c += count * kPanel;
       }
@@ -254,10 +254,10 @@ class PackedUnit {
 
   // A tile's share of the next part of a panel, which is cut into as many runs as there are places: the few first tiles fetch
   // all of it.
-  static void fetch_next(const W* next, int tile, int num_tiles, PackedTileArgs& args) {
+  static void fetch_next(const W* next, int tile, int num_tiles, PackedRowsArgs& args) {
     const int places = num_tiles >= 4 ? 2 : num_tiles >= 2 ? 4 : 8;
     const int run_lines = args.k * kPanel * static_cast<int>(sizeof(W)) / 64 / places;
-    const int first = tile * (args.k / PackedTile::kSteps);
+    const int first = tile * (args.k / PackedRowsTile::kSteps);
     if (next == nullptr || first >= run_lines) return;
     args.next = reinterpret_cast<const char*>(next) + 64 * first;
     args.apart = int64_t{64} * run_lines;

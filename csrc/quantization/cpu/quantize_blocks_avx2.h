@@ -1,12 +1,13 @@
 // Four blocks of 32 values rounded at once on AVX2: what a block alone waits for, its largest value, two divisions and its sum,
 // is done for all of them together. The bits are quantize_block's.
 #pragma once
+#include "format_traits.h"
 #include "int8_dot.h"
 
 namespace pyengine::cpu {
 namespace PE_ISA {
 
-constexpr int kBlocksAtOnce = 4, kRoundedBlock = 32;  // values of a block
+constexpr int kBlocksAtOnce = 4;
 
 // Row `b` of the result has, in each half of 128 bits, op over that half of x[b]: [x0, x1, x2, x3 | x0, x1, x2, x3].
 template <class Op>
@@ -45,13 +46,13 @@ struct RoundedBlocks {
 // Blocks at x, x + 32, ... to q, q + stride, ... False, with nothing done, where one of them is all but zero or not finite.
 template <class T, class Value>
 inline bool quantize_four_blocks(const T* x, Value* q, int64_t stride, RoundedBlocks& blocks) {
-  constexpr int kVecs = kRoundedBlock / kLanes;
+  constexpr int kVecs = kSubBlock / kLanes;
   const __m256i magnitude_bits = _mm256_set1_epi32(0x7fffffff);
   __m256i largest[kBlocksAtOnce];
   for (int b = 0; b < kBlocksAtOnce; b++) {
     __m256i most = _mm256_setzero_si256();
     for (int i = 0; i < kVecs; i++) {
-      const __m256i bits = _mm256_castps_si256(load(x + b * kRoundedBlock + i * kLanes).v);
+      const __m256i bits = _mm256_castps_si256(load(x + b * kSubBlock + i * kLanes).v);
       most = _mm256_max_epi32(most, _mm256_and_si256(bits, magnitude_bits));
     }
     largest[b] = most;
@@ -70,7 +71,7 @@ inline bool quantize_four_blocks(const T* x, Value* q, int64_t stride, RoundedBl
   for (int b = 0; b < kBlocksAtOnce; b++) {
     const VecF factor = set1(inverse[b]);
     __m256i integers[kVecs];
-    for (int i = 0; i < kVecs; i++) integers[i] = _mm256_cvtps_epi32((load(x + b * kRoundedBlock + i * kLanes) * factor).v);
+    for (int i = 0; i < kVecs; i++) integers[i] = _mm256_cvtps_epi32((load(x + b * kSubBlock + i * kLanes) * factor).v);
     sums[b] = store_block(q + b * stride, integers);
   }
   _mm256_store_si256(reinterpret_cast<__m256i*>(blocks.sums),
