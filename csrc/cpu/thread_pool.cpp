@@ -1,5 +1,5 @@
-// Tiles are claimed one by one from a shared counter, so a thread that lost its core holds up no more than its own tile; and
-// a restartable tile not even that, for the caller computes it itself.
+// Tiles are claimed one by one from a shared counter, so a thread that lost its core holds up no more than its own tile. A
+// restartable tile the caller computes itself; for another one it lends its core.
 //
 // Each worker announces a tile in a word of its own, then claims it. Once the counter has passed the last tile, the words tell
 // the caller all that is left to wait for. A word is epoch << 32 | tile << 2 | state; changes of state that others rely on are
@@ -20,12 +20,15 @@
 
 #include "tile_job.h"
 #include "waiting.h"
+#include "worker_place.h"
 
 namespace pyengine::cpu {
 namespace {
 
 constexpr int64_t kSpinNanoseconds = 50'000;
 constexpr int64_t kShortestPatience = 10'000;  // nanoseconds that a worker is late before its tile is taken over
+constexpr int64_t kLook = 10'000;              // nanoseconds in which a worker that has a core gets older
+constexpr int64_t kLongestNap = 500'000;       // nanoseconds between looks, for a worker may lose its core later
 constexpr uint32_t kAbsentJobs = 8;            // after so many without it, a worker waits for a core
 constexpr int64_t kMaxTiles = INT64_C(1) << 30;
 
@@ -89,8 +92,13 @@ class Pool {
     const int64_t tile_time = own_tiles > 0 ? (now_nanoseconds() - start) / own_tiles : kSpinNanoseconds;
     const bool take_over = call.fn == nullptr && may_take_over;
     for (int t = 1; t < num_threads(); t++) {
-      if (spin_) keep_apart(&owners_[t], epoch);
-      join(&owners_[t].word, epoch, call, take_over ? 2 * tile_time : -1);
+      Owner& owner = owners_[t];
+      if (spin_ && epoch - owner.seen.load(std::memory_order_relaxed) >= kAbsentJobs) owner.place.keep_away(allowed_);
+      if (take_over) {
+        join_or_take_over(&owner, epoch, call, 2 * tile_time);
+      } else {
+        join(&owner, epoch);
+      }
     }
     rethrow_error();
   }
@@ -108,22 +116,8 @@ class Pool {
   struct alignas(64) Owner {
     std::atomic<uint64_t> word{0};
     std::atomic<uint32_t> seen{0};  // the last epoch that the worker was there for
-    std::atomic<pid_t> thread_id{0};
-    int avoided_cpu = -1;
+    WorkerPlace place;
   };
-
-  // A worker that waits for the caller's core would only take it from the caller: let it run anywhere else. When the caller
-  // moves there in turn, this moves the worker again.
-  void keep_apart(Owner* owner, uint32_t epoch) {
-    if (epoch - owner->seen.load(std::memory_order_relaxed) < kAbsentJobs) return;
-    const pid_t thread = owner->thread_id.load();  // 0: not started yet
-    const int cpu = sched_getcpu();
-    if (thread == 0 || cpu < 0 || cpu == owner->avoided_cpu || CPU_COUNT(&allowed_) < 2) return;
-    cpu_set_t others = allowed_;
-    CPU_CLR(cpu, &others);
-    sched_setaffinity(thread, sizeof others, &others);
-    owner->avoided_cpu = cpu;
-  }
 
   void start_workers() {
     if (!workers_.empty()) return;
@@ -145,7 +139,7 @@ class Pool {
   }
 
   void worker_loop(uint32_t epoch, int thread) {
-    owners_[thread].thread_id.store(static_cast<pid_t>(syscall(SYS_gettid)));
+    owners_[thread].place.start();
     const auto has_work = [&] { return epoch_.load(std::memory_order_acquire) != epoch; };
     for (;;) {
       if (!spin_ || !spin_until(kSpinNanoseconds, has_work)) {
@@ -212,40 +206,60 @@ class Pool {
     }
   }
 
-  // Waits until a worker is done with this job, or (patience >= 0, nanoseconds) finishes its tile for it.
-  void join(std::atomic<uint64_t>* word, uint32_t epoch, const TileCall& call, int64_t patience) {
-    const auto is_done = [&] {
-      const uint64_t w = word->load(std::memory_order_acquire);
-      return epoch_of(w) != epoch || state_of(w) == kIdle;
-    };
-    if (is_done()) return;
-    if (patience < 0) {
-      if (!spin_ || !spin_until(kSpinNanoseconds, is_done)) sleep_until(is_done);
-      return;
+  static bool is_done(const Owner& owner, uint32_t epoch) {
+    const uint64_t w = owner.word.load(std::memory_order_acquire);
+    return epoch_of(w) != epoch || state_of(w) == kIdle;
+  }
+
+  // Waits until a worker is done with this job. If it lost its core, it gets the caller's: it is kept away from that one
+  // otherwise, and would get its own back a time slice later.
+  void join(Owner* owner, uint32_t epoch) {
+    const auto done = [&] { return is_done(*owner, epoch); };
+    if (done()) return;
+    if (!spin_) return static_cast<void>(sleep_until(done, -1));
+    bool lent = false;
+    for (int64_t waited = 0;; waited += kLook) {
+      const int64_t age = owner->place.age();
+      if (spin_until(kLook, done)) break;
+      if (!lent && age >= 0 && owner->place.age() == age) {
+        owner->place.bring_here(allowed_);
+        lent = true;
+      }
+      if ((lent || waited >= kSpinNanoseconds) && sleep_until(done, kLongestNap)) break;
     }
-    if (spin_until(patience > kShortestPatience ? patience : kShortestPatience, is_done)) return;
-    uint64_t w = word->load(std::memory_order_acquire);
+    if (lent) owner->place.keep_away(allowed_);
+  }
+
+  // The same, but after `patience` nanoseconds finishes its tile for it.
+  void join_or_take_over(Owner* owner, uint32_t epoch, const TileCall& call, int64_t patience) {
+    const auto done = [&] { return is_done(*owner, epoch); };
+    if (done() || spin_until(patience > kShortestPatience ? patience : kShortestPatience, done)) return;
+    std::atomic<uint64_t>& word = owner->word;
+    uint64_t w = word.load(std::memory_order_acquire);
     while (epoch_of(w) == epoch && state_of(w) != kIdle) {
-      if (state_of(w) == kComputing && word->compare_exchange_weak(w, with_state(w, kTaken), std::memory_order_acq_rel)) {
+      if (state_of(w) == kComputing && word.compare_exchange_weak(w, with_state(w, kTaken), std::memory_order_acq_rel)) {
         const InsideTile mark;
         run_own_tile(call, tile_of(w));
         taken_over.fetch_add(1, std::memory_order_relaxed);
         return;
       }
       sched_yield();  // it lost its core while it writes
-      w = word->load(std::memory_order_acquire);
+      w = word.load(std::memory_order_acquire);
     }
   }
 
+  // Until done(), or for about `nanoseconds` unless they are below 0; returns done().
   template <class Done>
-  void sleep_until(const Done& done) {
+  bool sleep_until(const Done& done, int64_t nanoseconds) {
     join_sleepers_.fetch_add(1);
-    for (;;) {
+    bool is_done = false;
+    do {
       const uint32_t progress = progress_.load();
-      if (done()) break;
-      futex_wait(&progress_, progress);
-    }
+      is_done = done();
+      if (!is_done) futex_wait(&progress_, progress, nanoseconds);
+    } while (!is_done && nanoseconds < 0);
     join_sleepers_.fetch_sub(1);
+    return is_done || done();
   }
 
   void keep_error() {

@@ -11,8 +11,11 @@
 
 namespace pyengine::cpu {
 
-inline void futex_wait(std::atomic<uint32_t>* word, uint32_t expected) {
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAIT_PRIVATE, expected, nullptr, nullptr, 0);
+// For `nanoseconds` at most, unless they are below 0.
+inline void futex_wait(std::atomic<uint32_t>* word, uint32_t expected, int64_t nanoseconds = -1) {
+  const timespec limit = {static_cast<time_t>(nanoseconds / 1'000'000'000), static_cast<long>(nanoseconds % 1'000'000'000)};
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAIT_PRIVATE, expected, nanoseconds < 0 ? nullptr : &limit,
+          nullptr, 0);
 }
 inline void futex_wake(std::atomic<uint32_t>* word, int count) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAKE_PRIVATE, count, nullptr, nullptr, 0);

@@ -2,10 +2,12 @@
 // Exits with 1 and a line on stderr at the first failure.
 #include "../../csrc/cpu/thread_pool.h"
 
+#include <sched.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <stdexcept>
@@ -191,6 +193,63 @@ void errors_of_restartable_tiles_reach_the_caller() {
   wait_for_late_workers();
 }
 
+// Where the worker of two threads ran one of two tiles, the caller the other.
+struct WorkerRun {
+  int cpu = -1;       // at the end of its tile
+  cpu_set_t allowed;  // then
+  bool is(int count, int with) const { return CPU_COUNT(&allowed) == count && CPU_ISSET(with, &allowed); }
+};
+
+template <class Work>
+WorkerRun run_on_worker(const Work& work) {
+  WorkerRun run;
+  std::atomic<bool> claimed{false};
+  const std::thread::id caller = std::this_thread::get_id();
+  parallel_for(2, [&](int64_t, int) {
+    if (std::this_thread::get_id() == caller) {
+      while (!claimed) sched_yield();
+      return;
+    }
+    claimed = true;
+    work();
+    run.cpu = sched_getcpu();
+    CHECK(sched_getaffinity(0, sizeof run.allowed, &run.allowed) == 0);
+  });
+  return run;
+}
+
+void compute_for(std::chrono::microseconds time) {
+  const auto end = std::chrono::steady_clock::now() + time;
+  while (std::chrono::steady_clock::now() < end) {
+  }
+}
+
+// While the caller waits, a worker without a core gets the caller's, and is sent away from it again; one that computes stays.
+void callers_lend_their_core() {
+  cpu_set_t all, first;
+  CHECK(sched_getaffinity(0, sizeof all, &all) == 0);
+  const int cpus = CPU_COUNT(&all);
+  if (cpus < 2) return;
+  set_num_threads(1);
+  set_num_threads(2);
+  run_on_worker([] {});  // the worker starts, allowed to run anywhere
+  int cpu = 0;
+  while (!CPU_ISSET(cpu, &all)) cpu++;
+  CPU_ZERO(&first);
+  CPU_SET(cpu, &first);
+  CHECK(sched_setaffinity(0, sizeof first, &first) == 0);  // the caller's
+  int stayed = 0;
+  for (int round = 0; round < 20; round++) {
+    const WorkerRun asleep = run_on_worker([] { usleep(20000); });
+    CHECK(asleep.cpu == cpu && asleep.is(1, cpu));
+    const WorkerRun busy = run_on_worker([] { compute_for(std::chrono::microseconds(300)); });
+    CHECK(busy.is(1, cpu) || (CPU_COUNT(&busy.allowed) == cpus - 1 && !CPU_ISSET(cpu, &busy.allowed)));
+    stayed += round > 0 && !busy.is(1, cpu);  // or it lost its core indeed
+  }
+  CHECK(stayed > 0);
+  CHECK(sched_setaffinity(0, sizeof all, &all) == 0);
+}
+
 void bad_sizes_are_refused() {
   for (const int n : {0, -1, kMaxThreads + 1}) {
     bool caught = false;
@@ -241,6 +300,7 @@ int main(int argc, char** argv) {
     late_workers_are_waited_for(5);
     errors_of_restartable_tiles_reach_the_caller();
   }
+  callers_lend_their_core();
   resizing_under_load(200);
   bad_sizes_are_refused();
   set_num_threads(4);
