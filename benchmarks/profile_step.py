@@ -32,7 +32,7 @@ from pyengine import LLM, SamplingParams
 from pyengine.config import EngineArgs, EngineConfig
 from pyengine.config_resolution import resolve, resolve_load
 from pyengine.inputs import TokensPrompt
-from pyengine.layers.attention_metadata import AttentionMetadata
+from pyengine.layers.attention_metadata import AttentionMetadata, LogitsRows
 from pyengine.loader.checkpoint import open_checkpoint
 from pyengine.loader.weights import load_model
 from pyengine.ops import Ops
@@ -60,9 +60,15 @@ class Batch:
     def num_tokens(self) -> int:
         return self.num_seqs * self.query_len
 
+    @property
+    def logits_rows(self) -> Batch:
+        """The sequences' last tokens, all that goes on once the last layer's keys and values are written."""
+        return replace(self, query_len=1, context=self.context + self.query_len - 1)
+
 
 #: What a step runs beside the kernels whose limits are of interest.
-_LOOKUPS = ("quantized_embedding", "w8a16_embedding", "copy", "gather", "argmax")
+_LOOKUPS = ("quantized_embedding", "w8a16_embedding", "copy", "gather", "logits_rows", "argmax")
+_CACHE_WRITES = ("reshape_and_cache", "rotary_reshape_and_cache")
 _EMBEDDINGS = ("quantized_embedding", "w8a16_embedding")
 
 
@@ -76,18 +82,17 @@ class Cost:
     kind: str  # int8, bf16 or fp32
 
 
-def _w8a16_cost(op: str, tensors: Sequence[Tensor], batch: Batch, vocab_size: int) -> Cost:
+def _w8a16_cost(op: str, tensors: Sequence[Tensor], rows: int) -> Cost:
     """A product of 16 and 8 bits is two of bytes. A gated product has two outputs for each that it writes."""
     out, x, weight, factors = tensors[:4]
-    rows = batch.num_seqs if out.shape[1] == vocab_size else batch.num_tokens
     outputs = out.shape[1] * (2 if op == "w8a16_gated_linear" else 1)
     weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (weight, factors))
     moved = weight_bytes + rows * sum(tensor.shape[1] * tensor.element_size() for tensor in (out, x))
     return Cost(f"{op} {x.shape[1]} to {outputs}", moved, 4.0 * rows * x.shape[1] * outputs, "int8")
 
 
-def cost(op: str, args: Sequence[Any], batch: Batch, vocab_size: int) -> Cost:
-    """A recorded call's cost in a step of this batch. Tensors have a row a token, but logits have one a sequence."""
+def cost(op: str, args: Sequence[Any], batch: Batch) -> Cost:
+    """A recorded call's cost in a step of this batch. Tensors have a row a token."""
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     rows = batch.num_tokens
 
@@ -95,10 +100,9 @@ def cost(op: str, args: Sequence[Any], batch: Batch, vocab_size: int) -> Cost:
         return tensor[0].numel() * tensor.element_size()
 
     if op in ("w8a16_linear", "w8a16_gated_linear"):
-        return _w8a16_cost(op, tensors, batch, vocab_size)
+        return _w8a16_cost(op, tensors, rows)
     if op in ("linear", "quantized_linear", "quantized_gated_linear"):
         out, x, weight = tensors[:3]
-        rows = batch.num_seqs if out.shape[1] == vocab_size else rows
         outputs = out.shape[1] * (2 if op == "quantized_gated_linear" else 1)
         shape = f"{x.shape[1]} to {outputs}"
         kind, detail = ("fp32", "") if op == "linear" else ("int8", f", {args[3]}")
@@ -115,7 +119,7 @@ def cost(op: str, args: Sequence[Any], batch: Batch, vocab_size: int) -> Cost:
         return Cost(op, moved, 4.0 * batch.num_seqs * seen * num_heads * head_dim, kind)
     # The rest streams rows once in and once out; its arithmetic is no matter. Caches and tables are not rows.
     moved = rows * sum(row_bytes(tensor) for tensor in tensors if tensor.dim() > 1 and tensor.dtype.is_floating_point)
-    if op in ("reshape_and_cache", "rotary_embedding", "rotary_reshape_and_cache"):
+    if op in (*_CACHE_WRITES, "rotary_embedding"):
         moved = 2 * rows * sum(row_bytes(tensor) for tensor in tensors if tensor.dim() == 3)
     return Cost(op, moved, 0.0, "fp32")
 
@@ -169,6 +173,7 @@ class Profiler:
     def times(self, batch: Batch, runs: Sequence[list[tuple[str, float]]]) -> list[tuple[Cost, float]]:
         """Each kernel in order and the median of its seconds."""
         calls = iter(self._calls)
+        last_write = max(index for index, (name, _) in enumerate(runs[0]) if name in _CACHE_WRITES)
         result = []
         for index, (name, _) in enumerate(runs[0]):
             seconds = statistics.median(run[index][1] for run in runs)
@@ -178,10 +183,10 @@ class Profiler:
             op, args = next(calls)
             if op != name:
                 raise SystemExit(f"the plan runs {name} where the model called {op}")
-            result.append((cost(op, args, batch, self.config.model.arch.vocab_size), seconds))
+            result.append((cost(op, args, batch if index <= last_write else batch.logits_rows), seconds))
         return result
 
-    def _inputs(self, batch: Batch) -> tuple[Tensor, Tensor, AttentionMetadata]:
+    def _inputs(self, batch: Batch) -> tuple[Tensor, Tensor, AttentionMetadata, LogitsRows | None]:
         block_size = self.config.cache.block_size
         end = batch.context + batch.query_len
         blocks = -(-end // block_size)
@@ -201,7 +206,11 @@ class Profiler:
         )
         vocab_size = self.config.model.arch.vocab_size
         ids = torch.randint(0, vocab_size, (batch.num_tokens,), generator=torch.Generator().manual_seed(0))
-        return ids, positions, metadata
+        if batch.query_len == 1:
+            return ids, positions, metadata, None
+        starts = torch.arange(batch.num_seqs + 1, dtype=torch.int32)
+        last = replace(metadata, num_tokens=batch.num_seqs, max_query_len=1, query_start_loc=starts, slot_mapping=slots[:0])
+        return ids, positions, metadata, LogitsRows(starts[1:].long() * batch.query_len - 1, last)
 
 
 @contextmanager

@@ -19,6 +19,36 @@ void fill_tokens(const BatchRows& batch, const BatchBuffers& out, int64_t row, i
   }
 }
 
+// Gathers the block tables of those of the step's sequences that `takes` says, up to the longest one's last block.
+template <class Takes>
+void gather_blocks(const BatchRows& batch, const BatchBuffers& out, const StepSizes& sizes, int64_t num_seqs, int32_t* to,
+                   const Takes& takes) {
+  const int64_t used = (sizes.max_seq_len + (int64_t{1} << batch.block_shift) - 1) >> batch.block_shift;
+  for (int64_t i = 0; i < num_seqs; i++) {
+    if (!takes(i)) continue;
+    memcpy(to, batch.block_table + out.rows[i] * batch.max_blocks, used * sizeof(int32_t));
+    to += batch.max_blocks;
+  }
+}
+
+cpu::StepInputs logits_step(const BatchRows& batch, const BatchBuffers& out, const StepSizes& sizes,
+                            const cpu::StepInputs& step) {
+  cpu::StepInputs rows{};
+  rows.num_tokens = rows.num_seqs = static_cast<int32_t>(sizes.num_samples);
+  rows.max_query_len = 1;
+  rows.max_seq_len = step.max_seq_len;
+  rows.query_start_loc = out.logits_starts;
+  rows.seq_lens = out.logits_seq_lens;
+  rows.block_table = step.block_table;
+  rows.block_table_stride = batch.max_blocks;
+  rows.indices = out.logits_indices;
+  if (sizes.num_samples != step.num_seqs) {
+    gather_blocks(batch, out, sizes, step.num_seqs, out.logits_blocks, [&](int64_t i) { return out.samples[i]; });
+    rows.block_table = out.logits_blocks;
+  }
+  return rows;
+}
+
 }  // namespace
 
 StepSizes prepare_step(const BatchRows& batch, const BatchBuffers& out, const std::vector<int64_t>& rows,
@@ -51,14 +81,18 @@ StepSizes prepare_step(const BatchRows& batch, const BatchBuffers& out, const st
     out.query_start_loc[i + 1] = static_cast<int32_t>(token);
     out.seq_lens[i] = static_cast<int32_t>(seq_len);
     out.samples[i] = seq_len == batch.num_tokens[out.rows[i]];
-    if (out.samples[i]) out.logits_indices[sizes.num_samples++] = token - 1;
+    if (out.samples[i]) {
+      out.logits_indices[sizes.num_samples] = token - 1;
+      out.logits_seq_lens[sizes.num_samples++] = out.seq_lens[i];
+    }
     sizes.max_query_len = std::max(sizes.max_query_len, out.query_lens[i]);
     sizes.max_seq_len = std::max(sizes.max_seq_len, seq_len);
   }
   return sizes;
 }
 
-cpu::StepInputs step_inputs(const BatchRows& batch, const BatchBuffers& out, const StepSizes& sizes, int64_t num_seqs) {
+cpu::StepInputs step_inputs(const BatchRows& batch, const BatchBuffers& out, const StepSizes& sizes, int64_t num_seqs,
+                            cpu::StepInputs* logits_rows) {
   cpu::StepInputs inputs{};
   inputs.num_tokens = static_cast<int32_t>(sizes.num_tokens);
   inputs.num_seqs = static_cast<int32_t>(num_seqs);
@@ -71,15 +105,13 @@ cpu::StepInputs step_inputs(const BatchRows& batch, const BatchBuffers& out, con
   inputs.seq_lens = out.seq_lens;
   inputs.block_table = batch.block_table;
   inputs.block_table_stride = batch.max_blocks;
-  inputs.num_logits = static_cast<int32_t>(sizes.num_samples);
-  inputs.logits_indices = out.logits_indices;
   if (out.rows[num_seqs - 1] != num_seqs - 1) {
-    const int64_t used = (sizes.max_seq_len + (int64_t{1} << batch.block_shift) - 1) >> batch.block_shift;
-    for (int64_t i = 0; i < num_seqs; i++) {
-      memcpy(out.gathered_blocks + i * batch.max_blocks, batch.block_table + out.rows[i] * batch.max_blocks,
-             used * sizeof(int32_t));
-    }
+    gather_blocks(batch, out, sizes, num_seqs, out.gathered_blocks, [](int64_t) { return true; });
     inputs.block_table = out.gathered_blocks;
+  }
+  if (sizes.num_samples != sizes.num_tokens) {
+    *logits_rows = logits_step(batch, out, sizes, inputs);
+    inputs.logits_rows = logits_rows;
   }
   return inputs;
 }

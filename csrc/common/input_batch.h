@@ -29,8 +29,12 @@ struct BatchBuffers {
   int64_t* query_lens;       // [max_num_seqs]
   int64_t* computed;         // [max_num_seqs]
   bool* samples;             // [max_num_seqs], whether the step reaches the sequence's last token
-  int64_t* logits_indices;   // [max_num_seqs], query tokens that logits are wanted of
   int32_t* gathered_blocks;  // [max_num_seqs, max_blocks], block tables where they are not the first rows'
+  // Of the sequences that sample, each the logits row that its last token is.
+  int64_t* logits_indices;       // [max_num_seqs], of the step's tokens
+  const int32_t* logits_starts;  // [max_num_seqs + 1]: 0, 1, 2, ...
+  int32_t* logits_seq_lens;      // [max_num_seqs]
+  int32_t* logits_blocks;        // [max_num_seqs, max_blocks], block tables where some sequences do not sample
   int64_t max_num_tokens;
 };
 
@@ -44,8 +48,10 @@ struct StepSizes {
 StepSizes prepare_step(const BatchRows& batch, const BatchBuffers& out, const std::vector<int64_t>& rows,
                        const std::vector<int64_t>& query_lens);
 
-// The same as a StepInputs. Block tables are the first rows where these are the step's, and gathered otherwise.
-cpu::StepInputs step_inputs(const BatchRows& batch, const BatchBuffers& out, const StepSizes& sizes, int64_t num_seqs);
+// The same as a StepInputs. Block tables are the first rows where these are the step's, and gathered otherwise. `logits_rows`
+// gets the tokens that are sampled after, to which the result points unless these are all tokens.
+cpu::StepInputs step_inputs(const BatchRows& batch, const BatchBuffers& out, const StepSizes& sizes, int64_t num_seqs,
+                            cpu::StepInputs* logits_rows);
 
 // Appends token_ids[i] to the i-th row of the prepared step that samples. One that reaches beyond max_model_len ends its
 // sequence, and nothing reads it again.

@@ -20,11 +20,15 @@ class StepPreparer {
     batch_ = {array<int64_t>("token_ids"),  array<int32_t>("block_table"),  array<int64_t>("num_tokens"),
               array<int64_t>("num_blocks"), array<int64_t>("num_computed"), shape("token_ids", 0),
               shape("token_ids", 1),        shape("block_table", 1),        block_shift};
-    out_ = {array<int64_t>("input_ids"),       array<int64_t>("positions"),       array<int64_t>("slot_mapping"),
-            array<int32_t>("query_start_loc"), array<int32_t>("seq_lens"),        array<int64_t>("rows"),
-            array<int64_t>("query_lens"),      array<int64_t>("computed"),        array<bool>("samples"),
-            array<int64_t>("logits_indices"),  array<int32_t>("gathered_blocks"), shape("input_ids", 0)};
+    out_ = {array<int64_t>("input_ids"),       array<int64_t>("positions"),      array<int64_t>("slot_mapping"),
+            array<int32_t>("query_start_loc"), array<int32_t>("seq_lens"),       array<int64_t>("rows"),
+            array<int64_t>("query_lens"),      array<int64_t>("computed"),       array<bool>("samples"),
+            array<int32_t>("gathered_blocks"), array<int64_t>("logits_indices"), array<int32_t>("logits_starts"),
+            array<int32_t>("logits_seq_lens"), array<int32_t>("logits_blocks"),  shape("input_ids", 0)};
   }
+
+  StepPreparer(const StepPreparer&) = delete;
+  StepPreparer& operator=(const StepPreparer&) = delete;
 
   std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t> prepare(const std::vector<int64_t>& rows,
                                                                   const std::vector<int64_t>& query_lens) {
@@ -32,7 +36,7 @@ class StepPreparer {
     check_rows(rows.data(), rows.size());
     const StepSizes s = prepare_step(batch_, out_, rows, query_lens);
     if (s.wrong_row < 0 && s.num_tokens <= out_.max_num_tokens && !rows.empty()) {
-      inputs_ = step_inputs(batch_, out_, s, static_cast<int64_t>(rows.size()));
+      inputs_ = step_inputs(batch_, out_, s, static_cast<int64_t>(rows.size()), &logits_rows_);
     }
     return {s.num_tokens, s.max_query_len, s.max_seq_len, s.num_samples, s.wrong_row};
   }
@@ -41,7 +45,7 @@ class StepPreparer {
 
   // The sequences that sampled in the prepared step, in the order of their rows.
   void append_sampled(const std::vector<int64_t>& token_ids) {
-    if (static_cast<int64_t>(token_ids.size()) != inputs_.num_logits) {
+    if (static_cast<int64_t>(token_ids.size()) != inputs_.rows().num_tokens) {
       throw std::invalid_argument("as many token_ids as the step samples sequences are expected");
     }
     pyengine::append_sampled(batch_, out_, inputs_.num_seqs, token_ids);
@@ -70,7 +74,7 @@ class StepPreparer {
   pybind11::dict arrays_;  // keeps the memory
   BatchRows batch_{};
   BatchBuffers out_{};
-  cpu::StepInputs inputs_{};
+  cpu::StepInputs inputs_{}, logits_rows_{};  // inputs_ may point to logits_rows_
 };
 
 inline void define_input_batch(pybind11::module_& m) {

@@ -2,6 +2,7 @@
 
 #include <time.h>
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -68,6 +69,41 @@ const char* copy_rows(const CopyRowsParams& p) {
 
 [[noreturn]] void fail(const std::string& message) { fail_op("step plan", message); }
 
+// Launchers check the values of a step's inputs for each op; here it is done once.
+void check_batch(const StepInputs& inputs, const StepInputs& recorded) {
+  if (inputs.num_tokens < 1 || inputs.num_tokens > recorded.num_tokens) {
+    fail("has " + std::to_string(inputs.num_tokens) + " tokens, it was recorded for 1 to " +
+         std::to_string(recorded.num_tokens));
+  }
+  if ((recorded.input_ids != nullptr && inputs.input_ids == nullptr) ||
+      (recorded.positions != nullptr) != (inputs.positions != nullptr) ||
+      (recorded.slot_mapping != nullptr) != (inputs.slot_mapping != nullptr) ||
+      (recorded.block_table != nullptr) != (inputs.block_table != nullptr) ||
+      (recorded.query_start_loc != nullptr) != (inputs.query_start_loc != nullptr) ||
+      (recorded.seq_lens != nullptr) != (inputs.seq_lens != nullptr)) {
+    fail("has other inputs than it was recorded with");
+  }
+  if (inputs.query_start_loc == nullptr || inputs.seq_lens == nullptr) return;
+  const int32_t* start = inputs.query_start_loc;
+  bool valid = inputs.num_seqs >= 1 && start[0] == 0 && start[inputs.num_seqs] == inputs.num_tokens;
+  for (int32_t i = 0; valid && i < inputs.num_seqs; i++) {
+    const int32_t query_len = start[i + 1] - start[i];
+    valid = query_len >= 0 && query_len <= inputs.max_query_len && inputs.seq_lens[i] >= query_len &&
+            inputs.seq_lens[i] <= inputs.max_seq_len;
+  }
+  if (!valid) fail("query_start_loc and seq_lens do not describe a batch of " + std::to_string(inputs.num_tokens) + " tokens");
+}
+
+void check_indices(const StepInputs& rows, int32_t num_tokens) {
+  bool valid = rows.indices != nullptr;
+  int64_t previous = -1;
+  for (int32_t i = 0; valid && i < rows.num_tokens; i++) {
+    valid = rows.indices[i] > previous && rows.indices[i] < num_tokens;
+    previous = rows.indices[i];
+  }
+  if (!valid) fail("the logits rows are not tokens of the step in their order");
+}
+
 }  // namespace
 
 StepPlan* StepPlan::recording() { return recording_plan; }
@@ -75,8 +111,11 @@ StepPlan* StepPlan::recording() { return recording_plan; }
 void StepPlan::begin_recording(const StepInputs& inputs) {
   if (recording_plan != nullptr) throw std::logic_error("this thread records a step already");
   if (recorded_.num_tokens != 0) throw std::logic_error("the plan has recorded a step already");
-  if (inputs.num_tokens < 1) fail("a step to record has at least one token, not " + std::to_string(inputs.num_tokens));
+  const int32_t fewest = std::min(inputs.num_tokens, inputs.rows().num_tokens);
+  if (fewest < 1) fail("a step to record has at least one token and one logits row, not " + std::to_string(fewest));
   recorded_ = inputs;
+  recorded_.logits_rows = nullptr;  // may not live as long
+  recorded_rows_ = inputs.rows();
   recording_plan = this;
 }
 
@@ -86,18 +125,19 @@ void StepPlan::end_recording() {
 }
 
 int32_t StepPlan::rows_per_token(const char* op, int32_t num_rows) const {
-  if (num_rows % recorded_.num_tokens != 0 || num_rows == 0) {
-    fail_op(op, "cannot be recorded: it has " + std::to_string(num_rows) + " rows in a step of " +
-                    std::to_string(recorded_.num_tokens) + " tokens");
+  const int32_t num_tokens = recorded().num_tokens;
+  if (num_rows % num_tokens != 0 || num_rows == 0) {
+    fail_op(op, "cannot be recorded: it has " + std::to_string(num_rows) + " rows in a step of " + std::to_string(num_tokens) +
+                    (has_logits_rows() ? " logits rows" : " tokens"));
   }
-  return num_rows / recorded_.num_tokens;
+  return num_rows / num_tokens;
 }
 
 template <class Params>
 void StepPlan::record(const char* op, Kernel<Params> kernel, const Params& params) {
   if constexpr (kRecordable<Params>) {
     bool own = true;
-    for_each_input(params, recorded_, [&](const auto& value, const auto& recorded) { own = own && value == recorded; });
+    for_each_input(params, recorded(), [&](const auto& value, const auto& recorded) { own = own && value == recorded; });
     if (!own) fail_op(op, "cannot be recorded: it reads inputs of another step");
     Params recorded = params;
     const int32_t rows = rows_per_token(op, num_rows(recorded));
@@ -123,51 +163,53 @@ void StepPlan::record_copy(const CopyRowsParams& params) {
                   }});
 }
 
-void StepPlan::record_gather(const CopyRowsParams& params, Indices indices) {
+void StepPlan::record_gather(const CopyRowsParams& params) {
   rows_per_token("gather", params.num_tokens);
-  ops_.push_back({"gather", [params, indices](const StepInputs& inputs) -> const char* {
-                    const int64_t* index = indices == Indices::kInputIds ? inputs.input_ids : inputs.logits_indices;
-                    for (int64_t row = 0; index != nullptr && row < inputs.num_tokens; row++) {
+  ops_.push_back({"gather", [params](const StepInputs& inputs) -> const char* {
+                    for (int64_t row = 0; row < inputs.num_tokens; row++) {
                       memcpy(static_cast<char*>(params.dst) + row * params.row_bytes,
-                             static_cast<const char*>(params.src) + index[row] * params.src_stride, params.row_bytes);
+                             static_cast<const char*>(params.src) + inputs.input_ids[row] * params.src_stride,
+                             params.row_bytes);
                     }
                     return nullptr;
                   }});
 }
 
-// Launchers check the values of a step's inputs for each op; here it is done once.
+// In place, so that a step which wants all logits, as decode steps do, moves nothing. No row is overwritten before it has
+// moved, for indices ascend.
+void StepPlan::record_logits_rows(void* data, int64_t row_bytes, int64_t stride) {
+  if (!has_logits_rows()) first_row_op_ = ops_.size();
+  char* first = static_cast<char*>(data);
+  ops_.push_back({"logits_rows", [first, row_bytes, stride](const StepInputs& rows) -> const char* {
+                    for (int64_t row = 0; rows.indices != nullptr && row < rows.num_tokens; row++) {
+                      if (rows.indices[row] != row) memcpy(first + row * stride, first + rows.indices[row] * stride, row_bytes);
+                    }
+                    return nullptr;
+                  }});
+}
+
 void StepPlan::check(const StepInputs& inputs) const {
   if (recording_plan != nullptr) throw std::logic_error("a step cannot run while this thread records one");
-  if (inputs.num_tokens < 1 || inputs.num_tokens > recorded_.num_tokens) {
-    fail("has " + std::to_string(inputs.num_tokens) + " tokens, it was recorded for 1 to " +
-         std::to_string(recorded_.num_tokens));
+  check_batch(inputs, recorded_);
+  const StepInputs& rows = inputs.rows();
+  if (rows.num_tokens > recorded_rows_.num_tokens) {
+    fail("has " + std::to_string(rows.num_tokens) + " logits rows, it was recorded for up to " +
+         std::to_string(recorded_rows_.num_tokens));
   }
-  if ((recorded_.input_ids != nullptr && inputs.input_ids == nullptr) ||
-      (recorded_.positions != nullptr) != (inputs.positions != nullptr) ||
-      (recorded_.slot_mapping != nullptr) != (inputs.slot_mapping != nullptr) ||
-      (recorded_.block_table != nullptr) != (inputs.block_table != nullptr) ||
-      (recorded_.query_start_loc != nullptr) != (inputs.query_start_loc != nullptr) ||
-      (recorded_.seq_lens != nullptr) != (inputs.seq_lens != nullptr)) {
-    fail("has other inputs than it was recorded with");
-  }
-  if (inputs.query_start_loc == nullptr || inputs.seq_lens == nullptr) return;
-  const int32_t* start = inputs.query_start_loc;
-  bool valid = inputs.num_seqs >= 1 && start[0] == 0 && start[inputs.num_seqs] == inputs.num_tokens;
-  for (int32_t i = 0; valid && i < inputs.num_seqs; i++) {
-    const int32_t query_len = start[i + 1] - start[i];
-    valid = query_len >= 0 && query_len <= inputs.max_query_len && inputs.seq_lens[i] >= query_len &&
-            inputs.seq_lens[i] <= inputs.max_seq_len;
-  }
-  if (!valid) fail("query_start_loc and seq_lens do not describe a batch of " + std::to_string(inputs.num_tokens) + " tokens");
+  if (inputs.logits_rows == nullptr || rows.num_tokens == 0) return;
+  check_batch(rows, recorded_rows_);
+  check_indices(rows, inputs.num_tokens);
 }
 
 void StepPlan::run(const StepInputs& inputs, std::vector<double>* seconds) const {
   check(inputs);
   if (seconds != nullptr) seconds->assign(ops_.size(), 0.0);
+  const StepInputs& rows = inputs.rows();
+  const size_t end = rows.num_tokens > 0 || !has_logits_rows() ? ops_.size() : first_row_op_;
   const TakeOverScope scope;  // all that the kernels read outlives the plan, whose owner waits for late workers
-  for (size_t i = 0; i < ops_.size(); i++) {
+  for (size_t i = 0; i < end; i++) {
     const double start = seconds != nullptr ? now_seconds() : 0.0;
-    check_launch(ops_[i].name, ops_[i].run(inputs));
+    check_launch(ops_[i].name, ops_[i].run(i < first_row_op_ ? inputs : rows));
     if (seconds != nullptr) (*seconds)[i] = now_seconds() - start;
   }
 }

@@ -4,6 +4,9 @@
 // instead of running them. A replay runs those kernels for a step of any size up to the recorded one: rows of what the model
 // computes are the step's tokens, so only their number changes, and the few inputs that the step itself brings (StepInputs).
 // Everything else that parameters point at must stay where it is as long as the plan lives.
+//
+// A plan may go on with a part of the tokens, those whose logits are wanted: their rows move to the front of the tensors that
+// it still needs, and from there on its rows are these tokens alone. A step that wants no logits ends there.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -23,8 +26,11 @@ struct StepInputs {
   const int32_t* seq_lens;         // [num_seqs]
   const int32_t* block_table;      // [num_seqs, max_blocks], rows block_table_stride apart
   int64_t block_table_stride;
-  int32_t num_logits;             // rows that logits are wanted of
-  const int64_t* logits_indices;  // [num_logits], of query tokens
+  // The tokens whose logits are wanted, as a step of their own, and for that one: which tokens of the whole step they are.
+  const StepInputs* logits_rows;  // null: all tokens
+  const int64_t* indices;         // [num_tokens], ascending
+
+  const StepInputs& rows() const { return logits_rows != nullptr ? *logits_rows : *this; }
 };
 
 // Rows copied to where they lie end to end, for tensors that a model makes dense.
@@ -44,14 +50,16 @@ class StepPlan {
   // The plan that this thread records, or null.
   static StepPlan* recording();
 
-  // Throws std::invalid_argument for an op whose rows are not the step's tokens, or that reads inputs of another step.
+  // Throws std::invalid_argument for an op whose rows are not the step's tokens (after record_logits_rows: its logits rows),
+  // or that reads inputs of another step.
   template <class Params>
   void record(const char* op, Kernel<Params> kernel, const Params& params);
   void record_copy(const CopyRowsParams& params);
-  // Row i of dst will be row input_ids[i], or logits_indices[i], of src; what dst holds already if the step has no such
-  // indices.
-  enum class Indices { kInputIds, kLogits };
-  void record_gather(const CopyRowsParams& params, Indices indices);
+  // Row i of dst will be row input_ids[i] of src.
+  void record_gather(const CopyRowsParams& params);
+  // Moves the logits rows of a tensor to its front: row i of `data` will be row indices[i], where a row is row_bytes long and
+  // starts stride bytes after the one before. All ops that follow have the logits rows for rows.
+  void record_logits_rows(void* data, int64_t row_bytes, int64_t stride);
 
   // Runs the step. `seconds`, if given, gets the time of each op. Throws std::invalid_argument where the inputs do not fit the
   // plan or each other, or a kernel says that it cannot run.
@@ -67,11 +75,15 @@ class StepPlan {
     std::function<const char*(const StepInputs&)> run;  // returns as a kernel does
   };
 
+  bool has_logits_rows() const { return first_row_op_ <= ops_.size(); }
+  // What the op that is recorded next has for its step.
+  const StepInputs& recorded() const { return has_logits_rows() ? recorded_rows_ : recorded_; }
   int32_t rows_per_token(const char* op, int32_t num_rows) const;
   void check(const StepInputs& inputs) const;
 
-  StepInputs recorded_{};
+  StepInputs recorded_{}, recorded_rows_{};
   std::vector<Op> ops_;
+  size_t first_row_op_ = SIZE_MAX;  // of ops_, with the logits rows for rows; there may be none
 };
 
 }  // namespace pyengine::cpu

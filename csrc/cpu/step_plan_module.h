@@ -11,10 +11,11 @@
 
 namespace pyengine::cpu {
 
-// Addresses are those of int64 (ids, positions, slot_mapping) and int32 arrays, 0 for none.
+// Addresses are those of int64 (ids, positions, slot_mapping, indices) and int32 arrays, 0 for none.
 inline StepInputs step_inputs(int32_t num_tokens, int32_t num_seqs, int32_t max_query_len, int32_t max_seq_len,
                               uintptr_t input_ids, uintptr_t positions, uintptr_t slot_mapping, uintptr_t query_start_loc,
-                              uintptr_t seq_lens, uintptr_t block_table, int64_t block_table_stride) {
+                              uintptr_t seq_lens, uintptr_t block_table, int64_t block_table_stride,
+                              const StepInputs* logits_rows, uintptr_t indices) {
   return {num_tokens,
           num_seqs,
           max_query_len,
@@ -26,26 +27,25 @@ inline StepInputs step_inputs(int32_t num_tokens, int32_t num_seqs, int32_t max_
           reinterpret_cast<const int32_t*>(seq_lens),
           reinterpret_cast<const int32_t*>(block_table),
           block_table_stride,
-          0,
-          nullptr};
+          logits_rows,
+          reinterpret_cast<const int64_t*>(indices)};
 }
 
-// Runs a step, then the logits of the tokens that are sampled after. `token_ids` and `maxima` are the addresses of what the
-// second plan finds of each row: its most likely token (int64) and that one's logit (fp32). Returns both.
+// Runs a step, then the logits of its logits rows. `token_ids` and `maxima` are the addresses of what the second plan finds of
+// each row: its most likely token (int64) and that one's logit (fp32). Returns both.
 inline std::pair<std::vector<int64_t>, std::vector<float>> run_step(const StepPlan& forward, const StepPlan& logits,
                                                                     const StepInputs& inputs, uintptr_t token_ids,
                                                                     uintptr_t maxima) {
   const int64_t* best = reinterpret_cast<const int64_t*>(token_ids);
   const float* best_logits = reinterpret_cast<const float*>(maxima);
+  StepInputs rows{};
+  rows.num_tokens = inputs.rows().num_tokens;
   {
     const pybind11::gil_scoped_release release;
     forward.run(inputs);
-    StepInputs rows{};
-    rows.num_tokens = inputs.num_logits;
-    rows.logits_indices = inputs.logits_indices;
     if (rows.num_tokens > 0) logits.run(rows);
   }
-  return {{best, best + inputs.num_logits}, {best_logits, best_logits + inputs.num_logits}};
+  return {{best, best + rows.num_tokens}, {best_logits, best_logits + rows.num_tokens}};
 }
 
 inline std::vector<std::pair<std::string, double>> timed_run(const StepPlan& plan, const StepInputs& inputs) {
@@ -64,7 +64,8 @@ inline void define_step_plan(pybind11::module_& m) {
   pybind11::class_<StepInputs>(m, "StepInputs", "Sizes of a step, and the addresses of what it brings (0: nothing).")
       .def(pybind11::init(&step_inputs), arg("num_tokens"), arg("num_seqs") = 0, arg("max_query_len") = 0,
            arg("max_seq_len") = 0, arg("input_ids") = 0, arg("positions") = 0, arg("slot_mapping") = 0,
-           arg("query_start_loc") = 0, arg("seq_lens") = 0, arg("block_table") = 0, arg("block_table_stride") = 0);
+           arg("query_start_loc") = 0, arg("seq_lens") = 0, arg("block_table") = 0, arg("block_table_stride") = 0,
+           arg("logits_rows") = nullptr, arg("indices") = 0, pybind11::keep_alive<1, 13>());
   pybind11::class_<StepPlan>(m, "StepPlan", "A step's kernels, recorded once and run again by one call.")
       .def(pybind11::init<>())
       .def("begin_recording", &StepPlan::begin_recording, arg("inputs"),
@@ -79,13 +80,17 @@ inline void define_step_plan(pybind11::module_& m) {
           arg("dst"), arg("src"), arg("row_bytes"), arg("src_stride"), arg("num_rows"))
       .def(
           "record_gather",
-          [](StepPlan& plan, uintptr_t dst, uintptr_t src, int64_t row_bytes, int64_t src_stride, int32_t num_rows,
-             bool of_logits) {
+          [](StepPlan& plan, uintptr_t dst, uintptr_t src, int64_t row_bytes, int64_t src_stride, int32_t num_rows) {
             plan.record_gather(
-                {reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), row_bytes, src_stride, num_rows},
-                of_logits ? StepPlan::Indices::kLogits : StepPlan::Indices::kInputIds);
+                {reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), row_bytes, src_stride, num_rows});
           },
-          arg("dst"), arg("src"), arg("row_bytes"), arg("src_stride"), arg("num_rows"), arg("of_logits"))
+          arg("dst"), arg("src"), arg("row_bytes"), arg("src_stride"), arg("num_rows"))
+      .def(
+          "record_logits_rows",
+          [](StepPlan& plan, uintptr_t data, int64_t row_bytes, int64_t stride) {
+            plan.record_logits_rows(reinterpret_cast<void*>(data), row_bytes, stride);
+          },
+          arg("data"), arg("row_bytes"), arg("stride"))
       .def_property_readonly("num_ops", &StepPlan::num_ops)
       .def(
           "run", [](const StepPlan& plan, const StepInputs& inputs) { plan.run(inputs); }, arg("inputs"),

@@ -10,7 +10,7 @@ from pyengine.ops import Ops
 
 
 class Attention:
-    """Writes a step's keys and values to their slots, then lets every query token see its sequence's past.
+    """Writes a step's keys and values to their slots; lets query tokens see their sequences' past.
 
     Args:
         scale: of the logits, before soft-cap and softmax.
@@ -24,20 +24,14 @@ class Attention:
         self._logit_softcap = logit_softcap
         self._ops = ops
 
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, kv_cache: LayerKVCache, metadata: AttentionMetadata
-    ) -> Tensor:
-        """Attend.
+    def write(self, key: Tensor, value: Tensor, kv_cache: LayerKVCache, metadata: AttentionMetadata) -> None:
+        """key, value [num_tokens, num_kv_heads, head_dim], the token stride free."""
+        self._ops.reshape_and_cache(
+            key, value, kv_cache.k, kv_cache.v, metadata.slot_mapping, kv_cache.k_scale, kv_cache.v_scale
+        )
 
-        Args:
-            query: [num_tokens, num_heads, head_dim], the token stride free.
-            key, value: [num_tokens, num_kv_heads, head_dim], the token stride free.
-
-        Returns:
-            [num_tokens, num_heads * head_dim].
-        """
-        k_scale, v_scale = kv_cache.k_scale, kv_cache.v_scale
-        self._ops.reshape_and_cache(key, value, kv_cache.k, kv_cache.v, metadata.slot_mapping, k_scale, v_scale)
+    def __call__(self, query: Tensor, kv_cache: LayerKVCache, metadata: AttentionMetadata) -> Tensor:
+        """Attend to what is written: query [num_tokens, num_heads, head_dim], the token stride free -> the same, flat."""
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         self._ops.paged_attention(
             out,
@@ -52,8 +46,8 @@ class Attention:
             self._scale,
             sliding_window=self._sliding_window,
             logit_softcap=self._logit_softcap,
-            k_scale=k_scale,
-            v_scale=v_scale,
+            k_scale=kv_cache.k_scale,
+            v_scale=kv_cache.v_scale,
             plan=metadata.plan,
             workspace=metadata.workspace,
         )

@@ -1,4 +1,4 @@
-"""What an attention layer needs to know of a step's batch. Built once a step, passed as an argument, never global."""
+"""What layers need to know of a step's batch. Built once a step, passed as an argument, never global."""
 
 from __future__ import annotations
 
@@ -36,6 +36,21 @@ class AttentionMetadata:
     query_start_loc: Tensor  # int32 [num_seqs + 1]
     seq_lens: Tensor  # int32 [num_seqs], tokens with KV after this step
     block_table: Tensor  # int32 [num_seqs, max_blocks]
-    slot_mapping: Tensor  # int64 [num_tokens], block * block_size + offset; -1: not written
+    slot_mapping: Tensor  # int64 [num_tokens], block * block_size + offset; -1: not written; empty in `LogitsRows`
     plan: Tensor | None = None  # int32 [num_work, 4], the device's split-KV work list; made once a step
     workspace: Tensor | None = None  # fp32, partial outputs of split-KV
+
+
+@dataclass(slots=True)
+class LogitsRows:
+    """The tokens of a step whose logits are wanted: the last ones of each sequence, one or some or none.
+
+    Of the others, the last layer's keys and values are all that anything reads.
+    """
+
+    indices: Tensor  # int64 [num_rows], of the step's tokens, ascending
+    metadata: AttentionMetadata  # of these tokens as a batch of their own, whose keys and values are written
+
+    def of(self, x: Tensor) -> Tensor:
+        """x [num_tokens, ...] -> [num_rows, ...]. A recorded step moves rows within x, so x must not be used again."""
+        return x.index_select(0, self.indices)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from pyengine.layers.attention_metadata import AttentionMetadata, LayerKVCache
+from pyengine.layers.attention_metadata import AttentionMetadata, LayerKVCache, LogitsRows
 from pyengine.layers.weights import Weight
 
 
@@ -31,7 +31,12 @@ class CausalLM(Protocol):
         """input_ids int64 [num_tokens] -> a new tensor [num_tokens, hidden_size]."""
 
     def forward(
-        self, hidden: Tensor, positions: Tensor, kv_caches: Sequence[LayerKVCache], metadata: AttentionMetadata
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        kv_caches: Sequence[LayerKVCache],
+        metadata: AttentionMetadata,
+        rows: LogitsRows | None = None,
     ) -> Tensor:
         """Run the layers, on a CPU by `Ops`, views and new tensors alone, so that a step can be recorded.
 
@@ -39,9 +44,11 @@ class CausalLM(Protocol):
             hidden: the tokens' embeddings [num_tokens, hidden_size], overwritten.
             positions: int64 [num_tokens].
             kv_caches: one for each layer.
+            rows: the tokens whose hidden states are wanted; there may be none. None: all tokens. Once the model has taken
+                them from a tensor (`LogitsRows.of`), it computes these rows only.
 
         Returns:
-            Hidden states [num_tokens, hidden_size], after the last norm.
+            Hidden states [num_rows, hidden_size], after the last norm.
         """
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

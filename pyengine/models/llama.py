@@ -15,7 +15,7 @@ from pyengine.config import ModelArchConfig
 from pyengine.errors import ModelLoadError
 from pyengine.layers.activation import GatedActivation
 from pyengine.layers.attention import Attention
-from pyengine.layers.attention_metadata import AttentionMetadata, LayerKVCache
+from pyengine.layers.attention_metadata import AttentionMetadata, LayerKVCache, LogitsRows
 from pyengine.layers.embedding import Embedding
 from pyengine.layers.linear import Linear
 from pyengine.layers.normalization import RMSNorm
@@ -88,15 +88,25 @@ class LlamaAttention:
             yield from self.q_norm.weight_slots(f"{name}.q_norm")
             yield from self.k_norm.weight_slots(f"{name}.k_norm")
 
-    def __call__(self, positions: Tensor, x: Tensor, kv_cache: LayerKVCache, metadata: AttentionMetadata) -> Tensor:
-        """x [num_tokens, hidden_size] -> [num_tokens, hidden_size]."""
+    def __call__(
+        self,
+        positions: Tensor,
+        x: Tensor,
+        kv_cache: LayerKVCache,
+        metadata: AttentionMetadata,
+        rows: LogitsRows | None,
+    ) -> Tensor:
+        """x [num_tokens, hidden_size] -> [num_rows, hidden_size], all tokens by default."""
         heads = self.qkv_proj(x).unflatten(1, (-1, self.head_dim))  # [num_tokens, num_heads + 2 num_kv_heads, head_dim]
         query, key, value = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             query = self.q_norm(query.reshape(-1, self.head_dim)).view(query.shape)
             key = self.k_norm(key.reshape(-1, self.head_dim)).view(key.shape)
         self.rotary(positions, query, key)
-        return self.o_proj(self.attention(query, key, value, kv_cache, metadata))
+        self.attention.write(key, value, kv_cache, metadata)
+        if rows is not None:
+            query, metadata = rows.of(query), rows.metadata
+        return self.o_proj(self.attention(query, kv_cache, metadata))
 
 
 class LlamaMLP:
@@ -140,23 +150,27 @@ class LlamaDecoderLayer:
         residual: Tensor,
         kv_cache: LayerKVCache,
         metadata: AttentionMetadata,
-    ) -> Tensor:
+        rows: LogitsRows | None,
+    ) -> tuple[Tensor, Tensor]:
         """One layer.
 
         Args:
             x: the last layer's output, not yet added to the residual stream; None in the first layer.
             residual: the residual stream, updated in place. Both [num_tokens, hidden_size].
+            rows: the tokens that go on from here, once all keys and values are written; None: all.
 
         Returns:
-            This layer's output, not yet added: [num_tokens, hidden_size].
+            This layer's output, not yet added, and the residual stream, both [num_rows, hidden_size].
         """
         if x is None:
             x = self.input_layernorm(residual)
         else:
             self.input_layernorm.add_(x, residual)
-        x = self.self_attn(positions, x, kv_cache, metadata)
+        x = self.self_attn(positions, x, kv_cache, metadata, rows)
+        if rows is not None:
+            residual = rows.of(residual)
         self.post_attention_layernorm.add_(x, residual)
-        return self.mlp(x)
+        return self.mlp(x), residual
 
 
 class LlamaForCausalLM:
@@ -225,11 +239,17 @@ class LlamaForCausalLM:
         return self.lm_head.rows(input_ids) if self._embedding is None else self._embedding(input_ids)
 
     def forward(
-        self, hidden: Tensor, positions: Tensor, kv_caches: Sequence[LayerKVCache], metadata: AttentionMetadata
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        kv_caches: Sequence[LayerKVCache],
+        metadata: AttentionMetadata,
+        rows: LogitsRows | None = None,
     ) -> Tensor:
         x: Tensor | None = None
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            x = layer(positions, x, hidden, kv_cache, metadata)
+            is_last = layer is self.layers[-1]
+            x, hidden = layer(positions, x, hidden, kv_cache, metadata, rows if is_last else None)
         assert x is not None, "a model has at least one layer"
         self.norm.add_(x, hidden)
         return x

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pyengine.config import EngineConfig
-from pyengine.layers.attention_metadata import AttentionMetadata
+from pyengine.layers.attention_metadata import AttentionMetadata, LogitsRows
 from pyengine.loader.weights import MODEL_DTYPES
 from pyengine.worker.backend import Graph, GraphRecorder
 from pyengine.worker.backends.attention_plan import DEFAULT_SPLIT_SIZE, workspace_size
@@ -211,9 +211,13 @@ class GraphStepRunner:
             if recorder.records_at_start:
                 self.graphs.record_common()
 
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
-        run = self.graphs.run if self.graphs.covers(metadata) else self._step.forward
-        return run(input_ids, positions, metadata)
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, rows: LogitsRows | None = None
+    ) -> Tensor:
+        if not self.graphs.covers(metadata):
+            return self._step.forward(input_ids, positions, metadata, rows)
+        hidden = self.graphs.run(input_ids, positions, metadata)
+        return hidden if rows is None else rows.of(hidden)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return self._step.compute_logits(hidden)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pyengine.layers.attention_metadata import AttentionMetadata
+from pyengine.layers.attention_metadata import AttentionMetadata, LogitsRows
 from pyengine.ops import load_core
 
 IntArray = npt.NDArray[np.int64]
@@ -34,24 +34,48 @@ class StepInputs:
     num_computed_tokens: IntArray  # [num_seqs], before this step
     samples: npt.NDArray[np.bool_]  # [num_seqs], whether the step reaches the sequence's last token
     num_samples: int
-    logits_indices: IntArray  # [num_samples], the last query token of each sequence that samples
     input_ids: Tensor  # int64 [num_tokens], on the device
     positions: Tensor  # int64 [num_tokens], on the device
     metadata: AttentionMetadata
     query_start_loc: npt.NDArray[np.int32]  # [num_seqs + 1], on the host
     recorded: Any  # the step as a recorded one takes it (`StepInputs` of the core)
 
+    def logits_rows(self, row_lens: IntArray) -> LogitsRows | None:
+        """The last row_lens[i] query tokens of each sequence i; None if these are all."""
+        step = self.metadata
+        starts = np.concatenate(([0], row_lens.cumsum()))  # of each sequence's rows
+        num_rows = int(starts[-1])
+        if num_rows == step.num_tokens:
+            return None
+        indices = np.repeat(self.query_start_loc[1:] - starts[1:], row_lens) + np.arange(num_rows)
+        seqs = np.flatnonzero(row_lens)
+
+        def on_device(array: npt.NDArray[Any], dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.from_numpy(array).to(self.input_ids.device, dtype)
+
+        kept = on_device(seqs)
+        metadata = AttentionMetadata(
+            num_seqs=len(seqs),
+            num_tokens=num_rows,
+            max_query_len=int(row_lens.max()),
+            max_seq_len=step.max_seq_len,
+            query_start_loc=on_device(np.append(starts[seqs], num_rows), torch.int32),
+            seq_lens=step.seq_lens.index_select(0, kept),
+            block_table=step.block_table.index_select(0, kept),
+            slot_mapping=step.slot_mapping[:0],
+        )
+        return LogitsRows(on_device(indices), metadata)
+
 
 @dataclass(slots=True)
 class _StepViews:
     """The parts of the buffers that steps of one size use."""
 
-    sizes: tuple[int, int, int]  # num_seqs, num_tokens, num_samples
+    sizes: tuple[int, int]  # num_seqs, num_tokens
     rows: IntArray  # [num_seqs], as the three that follow
     query_lens: IntArray
     computed: IntArray
     samples: npt.NDArray[np.bool_]
-    logits_indices: IntArray  # [num_samples]
     host_query_start_loc: npt.NDArray[np.int32]  # [num_seqs + 1]
     input_ids: Tensor  # [num_tokens], as the two that follow
     positions: Tensor
@@ -107,7 +131,6 @@ class InputBatch:
         self._query_lens = np.zeros(max_num_seqs, dtype=np.int64)
         self._computed = np.zeros(max_num_seqs, dtype=np.int64)
         self._samples = np.zeros(max_num_seqs, dtype=np.bool_)
-        self._logits_indices = np.zeros(max_num_seqs, dtype=np.int64)
         self._gathered_blocks = np.zeros_like(self._block_table)
         self._preparer = load_core().StepPreparer(
             {
@@ -125,8 +148,11 @@ class InputBatch:
                 "query_lens": self._query_lens,
                 "computed": self._computed,
                 "samples": self._samples,
-                "logits_indices": self._logits_indices,
                 "gathered_blocks": self._gathered_blocks,
+                "logits_indices": np.zeros(max_num_seqs, dtype=np.int64),
+                "logits_starts": np.arange(max_num_seqs + 1, dtype=np.int32),
+                "logits_seq_lens": np.zeros(max_num_seqs, dtype=np.int32),
+                "logits_blocks": np.zeros_like(self._block_table),
             },
             self._block_shift,
         )
@@ -219,7 +245,7 @@ class InputBatch:
             raise self._misfit(wrong_row, num_scheduled_tokens)
         if num_tokens > len(self._positions):
             raise RuntimeError(f"{num_tokens} tokens are scheduled, max_num_batched_tokens is {len(self._positions)}")
-        views = self._views_of((len(scheduled), num_tokens, num_samples))
+        views = self._views_of((len(scheduled), num_tokens))
         is_whole = len(scheduled) == len(self._req_ids)
         metadata = AttentionMetadata(
             num_seqs=len(scheduled),
@@ -238,7 +264,6 @@ class InputBatch:
             num_computed_tokens=views.computed,
             samples=views.samples,
             num_samples=num_samples,
-            logits_indices=views.logits_indices,
             input_ids=views.input_ids,
             positions=views.positions,
             metadata=metadata,
@@ -258,18 +283,17 @@ class InputBatch:
             f"but has {self._num_tokens[row]} tokens and {self._num_blocks[row]} blocks of {self._block_size}"
         )
 
-    def _views_of(self, sizes: tuple[int, int, int]) -> _StepViews:
-        """Those of a step of (num_seqs, num_tokens, num_samples). On a CPU they serve the next steps of these sizes, too."""
+    def _views_of(self, sizes: tuple[int, int]) -> _StepViews:
+        """Those of a step of (num_seqs, num_tokens). On a CPU they serve the next steps of these sizes, too."""
         if self._views is not None and self._views.sizes == sizes and self._device.type == "cpu":
             return self._views
-        num_seqs, num_tokens, num_samples = sizes
+        num_seqs, num_tokens = sizes
         self._views = _StepViews(
             sizes=sizes,
             rows=self._rows[:num_seqs],
             query_lens=self._query_lens[:num_seqs],
             computed=self._computed[:num_seqs],
             samples=self._samples[:num_seqs],
-            logits_indices=self._logits_indices[:num_samples],
             host_query_start_loc=self._query_start_loc[: num_seqs + 1],
             input_ids=self._on_device(self._input_ids[:num_tokens]),
             positions=self._on_device(self._positions[:num_tokens]),

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pyengine.config import EngineConfig
 from pyengine.errors import InvalidRequestError
+from pyengine.layers.attention_metadata import AttentionMetadata
 from pyengine.models.interfaces import CausalLM
 from pyengine.sampling.logprobs import token_logprobs
 from pyengine.sampling.row import Row, RowError
@@ -62,7 +64,7 @@ class ModelRunner:
             [pool.layer(i) for i in range(arch.num_layers)],
             replay=backend.name == "cpu" and not config.device.enforce_eager,
             max_num_tokens=max_num_tokens,
-            max_num_rows=max(max_num_seqs, _PROMPT_LOGITS_ROWS),
+            max_num_rows=max_num_seqs,
         )
         recorder = None if config.device.enforce_eager else backend.graph_recorder()
         if recorder is not None:
@@ -96,30 +98,54 @@ class ModelRunner:
             return output
         inputs = self._batch.prepare(scheduled)
         step = self._step
-        wants_prompt = any(self._requests[req_id].num_prompt_logprobs is not None for req_id in inputs.req_ids)
-        if isinstance(step, ReplayedStepRunner) and not wants_prompt and step.covers(inputs):
+        scored = self._scored_prompts(inputs)
+        if isinstance(step, ReplayedStepRunner) and not scored and step.covers(inputs):
             self._sample(inputs, step.run(inputs), output)
         else:
-            self._run_by_parts(inputs, output)
+            self._run_by_parts(inputs, scored, output)
         return output
 
+    def _scored_prompts(self, inputs: StepInputs) -> dict[int, int]:
+        """By the place of their sequence: how many of the step's tokens precede a prompt token whose probability is asked."""
+        scored = {}
+        for i, req_id in enumerate(inputs.req_ids):
+            state = self._requests[req_id]
+            if state.num_prompt_logprobs is not None:
+                # The hidden state of position p predicts token p + 1; the last prompt token predicts the first output.
+                left = state.num_prompt_tokens - 1 - int(inputs.num_computed_tokens[i])
+                if left > 0:
+                    scored[i] = min(int(inputs.query_lens[i]), left)
+        return scored
+
     @without_torch_threads
-    def _run_by_parts(self, inputs: StepInputs, output: ModelRunnerOutput) -> None:
+    def _run_by_parts(self, inputs: StepInputs, scored: dict[int, int], output: ModelRunnerOutput) -> None:
         """Run the layers, then what is asked of the prompt tokens, then the logits of the last tokens."""
-        self._backend.plan_attention(
-            inputs.metadata,
-            inputs.query_lens.tolist(),
-            (inputs.num_computed_tokens + inputs.query_lens).tolist(),
-            num_heads=self._arch.num_heads,
-            num_kv_heads=self._arch.num_kv_heads,
-            head_dim=self._arch.head_dim,
-        )
-        hidden = self._step.forward(inputs.input_ids, inputs.positions, inputs.metadata)  # [num_tokens, hidden_size]
-        self._prompt_logprobs(inputs, hidden, output)
+        row_lens = inputs.samples.astype(np.int64)  # [num_seqs], of each sequence's last tokens
+        for i in scored:
+            row_lens[i] = inputs.query_lens[i]
+        seq_lens = inputs.num_computed_tokens + inputs.query_lens
+        rows = inputs.logits_rows(row_lens)
+        self._plan_attention(inputs.metadata, inputs.query_lens, seq_lens)
+        if rows is not None:
+            self._plan_attention(rows.metadata, row_lens[row_lens > 0], seq_lens[row_lens > 0])
+        hidden = self._step.forward(inputs.input_ids, inputs.positions, inputs.metadata, rows)  # [num_rows, hidden_size]
+        ends = row_lens.cumsum()
+        self._prompt_logprobs(inputs, scored, hidden, ends - row_lens, output)
         if inputs.num_samples:
             if inputs.num_samples != len(hidden):
-                hidden = hidden.index_select(0, torch.from_numpy(inputs.logits_indices).to(hidden.device))
+                hidden = hidden.index_select(0, torch.from_numpy(ends[inputs.samples] - 1).to(hidden.device))
             self._sample(inputs, StepLogits(self._step.compute_logits(hidden)), output)
+
+    def _plan_attention(self, metadata: AttentionMetadata, query_lens: IntArray, seq_lens: IntArray) -> None:
+        arch = self._arch
+        self._backend.plan_attention(
+            metadata,
+            query_lens.tolist(),
+            seq_lens.tolist(),
+            num_heads=arch.num_heads,
+            num_kv_heads=arch.num_kv_heads,
+            head_dim=arch.head_dim,
+        )
 
     def _drop(self, scheduler_output: SchedulerOutput) -> None:
         """Forget sequences that ended or lost their KV; park those that were swapped out."""
@@ -203,22 +229,19 @@ class ModelRunner:
                 if logprobs is not None:
                     output.logprobs[req_id] = [logprobs]
 
-    def _prompt_logprobs(self, inputs: StepInputs, hidden: Tensor, output: ModelRunnerOutput) -> None:
-        """Log-probabilities of the prompt tokens that follow the tokens of this step."""
-        for i, req_id in enumerate(inputs.req_ids):
-            state = self._requests[req_id]
-            if state.num_prompt_logprobs is None:
-                continue
-            computed = int(inputs.num_computed_tokens[i])
-            # The hidden state of position p predicts token p + 1; the last prompt token predicts the first output.
-            count = min(int(inputs.query_lens[i]), state.num_prompt_tokens - 1 - computed)
-            if count <= 0:
-                continue
-            start = int(inputs.query_start_loc[i])
+    def _prompt_logprobs(
+        self, inputs: StepInputs, scored: dict[int, int], hidden: Tensor, starts: IntArray, output: ModelRunnerOutput
+    ) -> None:
+        """Log-probabilities of the prompt tokens that follow the tokens of this step; starts[i]: sequence i's first row."""
+        for i, count in scored.items():
+            req_id = inputs.req_ids[i]
+            num_logprobs = self._requests[req_id].num_prompt_logprobs
+            assert num_logprobs is not None
+            computed, start = int(inputs.num_computed_tokens[i]), int(starts[i])
             targets = self._batch.token_ids(int(inputs.rows[i]))[computed + 1 : computed + 1 + count].tolist()
             try:
                 entries = [
-                    token_logprobs(row, target, state.num_prompt_logprobs)
+                    token_logprobs(row, target, num_logprobs)
                     for row, target in zip(self._logits_rows(hidden[start : start + count]), targets, strict=True)
                 ]
             except RowError as error:

@@ -32,19 +32,21 @@ class Arena:
     """
 
     def __init__(self) -> None:
-        self._free: dict[int, list[Tensor]] = {}
+        self._free: list[Tensor] = []
         self._pieces: list[Tensor] = []
 
     def empty(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A dense tensor with undefined values."""
         num_bytes = math.prod(size) * dtype.itemsize
-        free = self._free.setdefault(num_bytes, [])
-        if not free:
-            free.append(torch.empty(num_bytes, dtype=torch.uint8))
-            self._pieces.append(free[-1])
-        piece = free.pop()
-        array = piece.numpy()[:]  # an array of its own, which lives as long as the tensor's memory is in use
-        weakref.finalize(array, free.append, piece).atexit = False
+        # A piece of about the size: a tensor of one row less, too, shall lie where the caches have it already.
+        fits = [index for index, piece in enumerate(self._free) if num_bytes <= len(piece) <= num_bytes * 9 // 8]
+        if fits:
+            piece = self._free.pop(min(fits, key=lambda index: len(self._free[index])))
+        else:
+            piece = torch.empty(num_bytes, dtype=torch.uint8)
+            self._pieces.append(piece)
+        array = piece.numpy()[:num_bytes]  # an array of its own, which lives as long as the tensor's memory is in use
+        weakref.finalize(array, self._free.append, piece).atexit = False
         return torch.from_numpy(array).view(dtype).view(*size)
 
     @property
@@ -60,13 +62,15 @@ class Recorder(TorchDispatchMode):
         plan: a `StepPlan` that records.
         arena: where new tensors lie.
         input_ids: the recorded step's; rows of a table may be looked up by them.
+        logits_indices: the recorded step's; those rows may be taken of what is computed.
     """
 
-    def __init__(self, plan: Any, arena: Arena, input_ids: Tensor | None) -> None:
+    def __init__(self, plan: Any, arena: Arena, input_ids: Tensor | None, logits_indices: Tensor | None) -> None:
         super().__init__()
         self._plan = plan
         self._arena = arena
         self._input_ids = input_ids
+        self._logits_indices = logits_indices
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -82,9 +86,11 @@ class Recorder(TorchDispatchMode):
             return self._arena.empty(args[0], kwargs.get("dtype") or torch.get_default_dtype())
         if func is aten.clone.default:
             return self._dense_copy(args[0])
-        ids = self._input_ids
+        ids, indices = self._input_ids, self._logits_indices
         if ids is not None and func is aten.index_select.default and args[1] == 0 and args[2] is ids:
             return self._rows_of(args[0], len(ids))
+        if indices is not None and func is aten.index_select.default and args[1] == 0 and args[2] is indices:
+            return self._logits_rows_of(args[0], len(indices))
         returned = [result.alias_info for result in func._schema.returns]
         if func is aten._unsafe_view.default or (
             returned and all(alias is not None and not alias.is_write for alias in returned)
@@ -101,8 +107,13 @@ class Recorder(TorchDispatchMode):
     def _rows_of(self, table: Tensor, num_tokens: int) -> Tensor:
         """The rows of table [num_rows, ...] that the step's input_ids name: [num_tokens, ...]."""
         rows = self._arena.empty((num_tokens, *table.shape[1:]), table.dtype)
-        self._plan.record_gather(rows.data_ptr(), table.data_ptr(), *_row_sizes(table), num_tokens, of_logits=False)
+        self._plan.record_gather(rows.data_ptr(), table.data_ptr(), *_row_sizes(table), num_tokens)
         return rows
+
+    def _logits_rows_of(self, source: Tensor, num_rows: int) -> Tensor:
+        """Those rows of source [num_tokens, ...] that logits are wanted of, moved to its front: [num_rows, ...]."""
+        self._plan.record_logits_rows(source.data_ptr(), *_row_sizes(source))
+        return source[:num_rows]
 
 
 def _row_sizes(tensor: Tensor) -> tuple[int, int]:
@@ -134,7 +145,7 @@ def record(
     inputs: Any,
     *,
     input_ids: Tensor | None = None,
-    gather: tuple[Tensor, Tensor] | None = None,
+    logits_indices: Tensor | None = None,
 ) -> tuple[Any, Any]:
     """Record what `function` runs.
 
@@ -143,7 +154,7 @@ def record(
         arena: keeps the memory of what it computes; it must live as long as the plan.
         inputs: a `StepInputs` of the largest step.
         input_ids: the tensor that `inputs` has as such.
-        gather: (to, from): a replay first copies the rows that logits are wanted of, where it has such.
+        logits_indices: the tensor that the logits rows of `inputs` have as `indices`.
 
     Returns:
         The plan, and what `function` returned.
@@ -152,10 +163,6 @@ def record(
         NotReplayableError: it does something else.
     """
     plan = load_core().StepPlan()
-    with recording(plan, inputs):
-        if gather is not None:
-            to, source = gather
-            plan.record_gather(to.data_ptr(), source.data_ptr(), *_row_sizes(source), len(to), of_logits=True)
-        with Recorder(plan, arena, input_ids):
-            result = function()
+    with recording(plan, inputs), Recorder(plan, arena, input_ids, logits_indices):
+        result = function()
     return plan, result

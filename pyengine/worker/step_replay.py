@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from pyengine.layers.attention_metadata import AttentionMetadata, LayerKVCache
+from pyengine.layers.attention_metadata import AttentionMetadata, LayerKVCache, LogitsRows
 from pyengine.models.interfaces import CausalLM
 from pyengine.ops import get_ops, load_core
 from pyengine.worker.input_batch import StepInputs
@@ -33,14 +33,16 @@ class StepLogits(NamedTuple):
 class StepRunner(Protocol):
     """Runs the model over the tokens of a step."""
 
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """Run the layers: input_ids, positions int64 [num_tokens] -> hidden states [num_tokens, hidden_size].
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, rows: LogitsRows | None = None
+    ) -> Tensor:
+        """Run the layers: input_ids, positions int64 [num_tokens] -> hidden states [num_rows, hidden_size], by default all.
 
         The result is valid until the next call.
         """
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [num_rows, hidden_size] -> fp32 [num_rows, vocab_size], valid until the next call."""
+        """hidden [num_rows, hidden_size] -> fp32 [num_rows, vocab_size]."""
 
 
 def without_torch_threads(function: Callable[P, R]) -> Callable[P, R]:
@@ -66,8 +68,10 @@ class EagerStepRunner:
         self._model = model
         self._kv_caches = kv_caches
 
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
-        return self._model.forward(self._model.embed_input_ids(input_ids), positions, self._kv_caches, metadata)
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, rows: LogitsRows | None = None
+    ) -> Tensor:
+        return self._model.forward(self._model.embed_input_ids(input_ids), positions, self._kv_caches, metadata, rows)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return self._model.compute_logits(hidden)
@@ -83,7 +87,7 @@ class ReplayedStepRunner:
         model: with its weights, which stay where they are.
         kv_caches: one for each layer; they stay where they are, too.
         max_num_tokens: of a step.
-        max_num_rows: of logits.
+        max_num_rows: of logits that `run` computes.
 
     Raises:
         NotReplayableError: the model calls an operator that cannot be recorded.
@@ -95,38 +99,46 @@ class ReplayedStepRunner:
         self._eager = EagerStepRunner(model, kv_caches)
         self._step_inputs, self._run_step = core.StepInputs, core.run_step
         self._max_num_tokens, self._max_num_rows = max_num_tokens, max_num_rows
-        self._arena = arena = Arena()  # keeps the memory
+        self._arena = Arena()  # keeps the memory
         self._logits_views: dict[int, Tensor] = {}
         with torch.no_grad():
             self._record_forward(kv_caches)
-            self._rows = arena.empty((max_num_rows, self._hidden.shape[1]), self._hidden.dtype)
+            first = self._hidden[:max_num_rows]
             self._logits_plan, (self._logits, self._token_ids, self._maxima) = record(
-                self._logits_of_rows, arena, core.StepInputs(max_num_rows), gather=(self._rows, self._hidden)
+                lambda: self._logits_and_best(first), self._arena, core.StepInputs(len(first))
             )
         self._best_addresses = (self._token_ids.data_ptr(), self._maxima.data_ptr())
 
     def _record_forward(self, kv_caches: Sequence[LayerKVCache]) -> None:
         model, arena = self._model, self._arena
-        input_ids, positions, metadata = _made_up_step(self._max_num_tokens)
+        # One row less than tokens, so that an op shows which of them its rows are.
+        num_tokens = self._max_num_tokens + 1
+        input_ids, positions, metadata = _made_up_step(num_tokens)
+        rows = LogitsRows(torch.arange(self._max_num_tokens), _made_up_step(self._max_num_tokens)[2])
+        rows.metadata.slot_mapping = rows.metadata.slot_mapping[:0]
 
         def layers(hidden: Tensor) -> Tensor:
-            return model.forward(hidden, positions, kv_caches, metadata)
+            return model.forward(hidden, positions, kv_caches, metadata, rows)
 
-        self._embedded: Tensor | None = None  # [max_num_tokens, hidden_size], where embeddings are looked up before the replay
-        inputs = self._inputs(input_ids, positions, metadata)
+        self._embedded: Tensor | None = None  # [num_tokens, hidden_size], where embeddings are looked up before the replay
+        inputs = self._inputs(input_ids, positions, metadata, rows)
         try:
             self._forward_plan, self._hidden = record(
-                lambda: layers(model.embed_input_ids(input_ids)), arena, inputs, input_ids=input_ids
+                lambda: layers(model.embed_input_ids(input_ids)),
+                arena,
+                inputs,
+                input_ids=input_ids,
+                logits_indices=rows.indices,
             )
         except NotReplayableError:
             row = model.embed_input_ids(input_ids[:1])
-            embedded = self._embedded = arena.empty((self._max_num_tokens, row.shape[1]), row.dtype)
-            self._forward_plan, self._hidden = record(lambda: layers(embedded), arena, inputs)
+            embedded = self._embedded = arena.empty((num_tokens, row.shape[1]), row.dtype)
+            self._forward_plan, self._hidden = record(lambda: layers(embedded), arena, inputs, logits_indices=rows.indices)
 
-    def _logits_of_rows(self) -> tuple[Tensor, Tensor, Tensor]:
-        logits = self._model.compute_logits(self._rows)
-        token_ids = torch.empty(self._max_num_rows, dtype=torch.int64)
-        maxima = torch.empty(self._max_num_rows, dtype=torch.float32)
+    def _logits_and_best(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = self._model.compute_logits(hidden)
+        token_ids = torch.empty(len(hidden), dtype=torch.int64)
+        maxima = torch.empty(len(hidden), dtype=torch.float32)
         get_ops("cpu").argmax(token_ids, maxima, logits)
         return logits, token_ids, maxima
 
@@ -159,47 +171,56 @@ class ReplayedStepRunner:
         assert self._embedded is not None
         self._embedded[: len(input_ids)].copy_(self._model.embed_input_ids(input_ids))
 
-    def _inputs(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Any:
+    def _inputs(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, rows: LogitsRows | None) -> Any:
+        logits_rows = None
+        if rows is not None:
+            logits_rows = self._step_inputs(**_batch_inputs(rows.metadata), indices=rows.indices.data_ptr())
         return self._step_inputs(
-            metadata.num_tokens,
-            metadata.num_seqs,
-            metadata.max_query_len,
-            metadata.max_seq_len,
-            input_ids.data_ptr(),
-            positions.data_ptr(),
-            metadata.slot_mapping.data_ptr(),
-            metadata.query_start_loc.data_ptr(),
-            metadata.seq_lens.data_ptr(),
-            metadata.block_table.data_ptr(),
-            metadata.block_table.stride(0),
+            **_batch_inputs(metadata),
+            input_ids=input_ids.data_ptr(),
+            positions=positions.data_ptr(),
+            logits_rows=logits_rows,
         )
 
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
-        num_tokens = metadata.num_tokens
-        if num_tokens > self._max_num_tokens:
-            return self._eager.forward(input_ids, positions, metadata)
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, rows: LogitsRows | None = None
+    ) -> Tensor:
+        if metadata.num_tokens > self._max_num_tokens:
+            return self._eager.forward(input_ids, positions, metadata, rows)
         if self._embedded is not None:
             self._embed(input_ids)
-        self._forward_plan.run(self._inputs(input_ids, positions, metadata))
-        return self._hidden[:num_tokens]
+        self._forward_plan.run(self._inputs(input_ids, positions, metadata, rows))
+        return self._hidden[: (rows.metadata if rows is not None else metadata).num_tokens]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        num_rows = len(hidden)
-        if num_rows > self._max_num_rows:
-            return self._eager.compute_logits(hidden)
-        self._rows[:num_rows].copy_(hidden)
-        self._logits_plan.run(self._step_inputs(num_rows))
-        return self._logits[:num_rows]
+        return self._eager.compute_logits(hidden)
 
-    def op_times(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> list[tuple[str, float]]:
-        """Run a step and the logits of its sequences' last tokens; return (op, seconds) of each op, in order."""
+    def op_times(
+        self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, rows: LogitsRows | None
+    ) -> list[tuple[str, float]]:
+        """Run a step and the logits of `rows`; return (op, seconds) of each op, in order."""
         if self._embedded is not None:
             self._embed(input_ids)
-        times: list[tuple[str, float]] = self._forward_plan.timed_run(self._inputs(input_ids, positions, metadata))
-        last = metadata.query_start_loc[1:].long() - 1  # [num_seqs]
-        self._rows[: len(last)].copy_(self._hidden[last])
-        times += self._logits_plan.timed_run(self._step_inputs(len(last)))
+        times: list[tuple[str, float]] = self._forward_plan.timed_run(self._inputs(input_ids, positions, metadata, rows))
+        num_rows = (rows.metadata if rows is not None else metadata).num_tokens
+        if num_rows:
+            times += self._logits_plan.timed_run(self._step_inputs(num_rows))
         return times
+
+
+def _batch_inputs(metadata: AttentionMetadata) -> dict[str, int]:
+    """A batch as a recorded step takes it: arguments of the core's `StepInputs`."""
+    return {
+        "num_tokens": metadata.num_tokens,
+        "num_seqs": metadata.num_seqs,
+        "max_query_len": metadata.max_query_len,
+        "max_seq_len": metadata.max_seq_len,
+        "slot_mapping": metadata.slot_mapping.data_ptr(),
+        "query_start_loc": metadata.query_start_loc.data_ptr(),
+        "seq_lens": metadata.seq_lens.data_ptr(),
+        "block_table": metadata.block_table.data_ptr(),
+        "block_table_stride": metadata.block_table.stride(0),
+    }
 
 
 def _made_up_step(num_tokens: int) -> tuple[Tensor, Tensor, AttentionMetadata]:

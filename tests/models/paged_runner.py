@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyengine.config import LoadConfig
-from pyengine.layers.attention_metadata import AttentionMetadata, LayerKVCache
+from pyengine.layers.attention_metadata import AttentionMetadata, LayerKVCache, LogitsRows
 from pyengine.loader.checkpoint import open_checkpoint
 from pyengine.loader.weights import load_model
 from pyengine.ops import get_ops
@@ -65,8 +65,8 @@ class PagedRunner:
     def tensor(self, values: list[Any], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.torch_device)
 
-    def step(self, batch: dict[str, list[int]]) -> dict[str, Tensor]:
-        """Run each sequence's new tokens in one batch; logits fp32 [its new tokens, vocab]."""
+    def step(self, batch: dict[str, list[int]], wanted: dict[str, int] | None = None) -> dict[str, Tensor]:
+        """Run each sequence's new tokens in one batch; logits fp32 [its last wanted tokens, vocab], of all by default."""
         ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -94,6 +94,26 @@ class PagedRunner:
             block_table=self.tensor([table + [0] * (width - len(table)) for table in tables], torch.int32),
             slot_mapping=self.tensor(slots),
         )
-        hidden = self.steps.forward(self.tensor(ids), self.tensor(positions), metadata)
-        logits = self.steps.compute_logits(hidden).cpu().clone()
-        return {name: logits[start:end] for name, start, end in zip(batch, starts, starts[1:], strict=False)}
+        counts = [len(new) if wanted is None else wanted[name] for name, new in batch.items()]
+        rows = None if wanted is None else self.logits_rows(metadata, counts)
+        hidden = self.steps.forward(self.tensor(ids), self.tensor(positions), metadata, rows)
+        parts = self.steps.compute_logits(hidden).cpu().clone().split(counts)
+        return dict(zip(batch, parts, strict=True))
+
+    def logits_rows(self, step: AttentionMetadata, counts: list[int]) -> LogitsRows:
+        """The last counts[i] tokens of each sequence i."""
+        ends = step.query_start_loc[1:].tolist()
+        indices = [token for end, count in zip(ends, counts, strict=True) for token in range(end - count, end)]
+        kept = [i for i, count in enumerate(counts) if count]
+        starts = [sum(counts[:i]) for i in kept] + [len(indices)]
+        metadata = AttentionMetadata(
+            num_seqs=len(kept),
+            num_tokens=len(indices),
+            max_query_len=max(counts),
+            max_seq_len=step.max_seq_len,
+            query_start_loc=self.tensor(starts, torch.int32),
+            seq_lens=step.seq_lens[kept],
+            block_table=step.block_table[kept],
+            slot_mapping=step.slot_mapping[:0],
+        )
+        return LogitsRows(self.tensor(indices), metadata)

@@ -1,4 +1,5 @@
-"""Steps recorded once and replayed: the same bits as op by op, whatever the step; what cannot be recorded says so."""
+"""Steps recorded once and replayed: the same bits as op by op, whatever the step, and whichever rows are wanted of it; what
+cannot be recorded says so."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from tiny_models import make_model
 from torch import Tensor
 
 from pyengine.ops import load_core
-from pyengine.worker.step_recorder import Arena, NotReplayableError
+from pyengine.worker.step_recorder import Arena, NotReplayableError, record
 from pyengine.worker.step_replay import EagerStepRunner, ReplayedStepRunner, create_step_runner
 
 MAX_TOKENS = 40
@@ -51,35 +52,47 @@ def caches(runner: PagedRunner) -> list[Tensor]:
     return [tensor.contiguous().view(torch.int8) for cache in runner.caches for tensor in (cache.k, cache.v)]
 
 
-def check_same_bits(eager: PagedRunner, replayed: PagedRunner, seed: int = 0) -> None:
+def random_rows(batch: dict[str, list[int]], rng: random.Random) -> dict[str, int] | None:
+    """Of how many last tokens of each sequence logits are wanted; None: of all."""
+    if rng.random() < 0.2:
+        return None
+    most = rng.choice(([0], [0, 1], [1], [0, 1, 4, 100]))
+    return {name: min(rng.choice(most), len(new)) for name, new in batch.items()}
+
+
+def check_same_bits(path: Path, seed: int = 0, **options: Any) -> None:
+    """Logits of some rows are those that whole steps give, op by op and replayed, and so is what is in the cache."""
+    whole = PagedRunner(path, **options)
+    others = [PagedRunner(path, **options), PagedRunner(path, **options, max_replayed_tokens=MAX_TOKENS)]
+    rng = random.Random(seed)
     for batch in random_batches(seed):
-        expected, got = eager.step(batch), replayed.step(batch)
-        for name in batch:
-            assert torch.equal(got[name], expected[name])
-    assert all(map(torch.equal, caches(replayed), caches(eager)))
+        expected, wanted = whole.step(batch), random_rows(batch, rng)
+        for other in others:
+            for name, logits in other.step(batch, wanted).items():
+                assert len(logits) == (len(batch[name]) if wanted is None else wanted[name])
+                assert torch.equal(logits, expected[name][len(batch[name]) - len(logits) :])
+    for other in others:
+        assert all(map(torch.equal, caches(other), caches(whole)))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_replay_gives_the_bits_of_the_model(variant: str, tmp_path: Path) -> None:
     path = make_model(tmp_path, with_tokenizer=False, **VARIANTS[variant])
-    check_same_bits(PagedRunner(path), PagedRunner(path, max_replayed_tokens=MAX_TOKENS))
+    check_same_bits(path)
 
 
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [("bfloat16", None), ("float16", None), ("float32", "bfloat16")])
 def test_in_every_type(dtype: str, kv_dtype: str | None, tiny_llama: Path) -> None:
-    common: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype}
-    check_same_bits(PagedRunner(tiny_llama, **common), PagedRunner(tiny_llama, **common, max_replayed_tokens=MAX_TOKENS))
+    check_same_bits(tiny_llama, dtype=dtype, kv_dtype=kv_dtype)
 
 
 def test_with_quantised_weights_and_threads(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "hf", with_tokenizer=False, hidden_size=256, intermediate_size=512, num_attention_heads=8)
     path = write_gguf(tmp_path / "model.gguf", folder, "Q4_1")
-    eager = PagedRunner(path, quantization="gguf")
-    replayed = PagedRunner(path, quantization="gguf", max_replayed_tokens=MAX_TOKENS)
     before = load_core().get_num_threads()
     load_core().set_num_threads(3)
     try:
-        check_same_bits(eager, replayed, seed=1)
+        check_same_bits(path, seed=1, quantization="gguf")
     finally:
         load_core().set_num_threads(before)
 
@@ -91,7 +104,7 @@ def test_recording_runs_nothing(tiny_llama: Path) -> None:
 
 def test_memory_does_not_grow_with_the_layers(tmp_path: Path) -> None:
     sizes = []
-    for layers in (2, 6):
+    for layers in (3, 6):
         path = make_model(tmp_path / str(layers), with_tokenizer=False, num_hidden_layers=layers)
         steps = PagedRunner(path, max_replayed_tokens=MAX_TOKENS).steps
         assert isinstance(steps, ReplayedStepRunner)
@@ -112,18 +125,43 @@ def test_times_of_the_ops(tiny_llama: Path) -> None:
     runner = PagedRunner(tiny_llama, max_replayed_tokens=MAX_TOKENS)
     steps = runner.steps
     assert isinstance(steps, ReplayedStepRunner)
-    times: list[tuple[str, float]] = []
+    runs: list[list[tuple[str, float]]] = []
 
     def timed(*step: Any) -> Tensor:
-        times[:] = steps.op_times(*step)
+        runs.append(steps.op_times(*step))
         return forward(*step)
 
     forward, steps.forward = steps.forward, timed  # type: ignore[method-assign]
-    runner.step({"a": [1, 2, 3]})
-    names = [name for name, _ in times]
-    assert names.count("paged_attention") == 3
-    assert names[-2:] == ["linear", "argmax"]  # of the logits
-    assert all(seconds >= 0 for _, seconds in times)
+    for wanted in (None, {"a": 1}, {"a": 0}):
+        runner.step({"a": [1, 2, 3]}, wanted)
+    whole, some, none = ([name for name, _ in run] for run in runs)
+    assert whole.count("paged_attention") == 3
+    assert whole[-2:] == ["linear", "argmax"]  # of the logits
+    assert some == whole
+    assert none == whole[:-2]
+    tail = len(whole) - whole[::-1].index("reshape_and_cache")  # once the last keys and values are written
+    assert whole[tail] == "logits_rows"
+    assert all(seconds > 0 for _, seconds in runs[1])
+    assert all((seconds > 0) == (index < tail) for index, (_, seconds) in enumerate(runs[2]))
+
+
+def test_ops_have_the_logits_rows_once_these_are_taken() -> None:
+    core = load_core()
+    x, indices = torch.rand(5, 64), torch.arange(4)
+    whole, some = torch.full((5, 64), torch.nan), torch.full((4, 64), torch.nan)
+
+    def function() -> None:
+        torch.ops.pyengine.rms_norm(whole, x, WEIGHT, 1e-5)
+        torch.ops.pyengine.rms_norm(some, x.index_select(0, indices), WEIGHT, 1e-5)
+
+    inputs = core.StepInputs(5, logits_rows=core.StepInputs(4, indices=indices.data_ptr()))
+    plan, _ = record(function, Arena(), inputs, logits_indices=indices)
+    wanted = torch.tensor([1, 3])
+    for num_rows in (0, 2):
+        plan.run(core.StepInputs(4, logits_rows=core.StepInputs(num_rows, indices=wanted.data_ptr())))
+        assert whole.isnan().any(1).tolist() == [False] * 4 + [True]
+        assert torch.equal(some[:num_rows], whole[wanted[:num_rows]])
+        assert some[num_rows:].isnan().all()
 
 
 # ---- what cannot be recorded
@@ -141,7 +179,7 @@ class Spoilt:
         return self._runner.model.forward(hidden, *args)
 
 
-WEIGHT, TABLE, POSITIONS = torch.ones(64), torch.ones(4, 32), torch.zeros(MAX_TOKENS, dtype=torch.int64)
+WEIGHT, TABLE, POSITIONS = torch.ones(64), torch.ones(4, 32), torch.zeros(MAX_TOKENS + 1, dtype=torch.int64)
 
 
 def other_rows(hidden: Tensor) -> None:
@@ -162,7 +200,7 @@ def unrecorded_op(hidden: Tensor) -> None:
         (lambda hidden: hidden.mul_(2), "aten.mul_"),
         (lambda hidden: hidden.index_select(0, POSITIONS), "aten.index_select"),
         (lambda hidden: hidden.t().clone(), "rows are not dense"),
-        (other_rows, "rms_norm: cannot be recorded: it has 3 rows in a step of 40 tokens"),
+        (other_rows, "rms_norm: cannot be recorded: it has 3 rows in a step of 41 tokens"),
         (other_positions, "rotary_embedding: cannot be recorded: it reads inputs of another step"),
     ],
 )
@@ -176,6 +214,23 @@ def test_what_cannot_be_recorded_is_named(extra: Any, message: str, tiny_llama: 
         assert isinstance(create_step_runner(model, runner.caches, replay=True, **sizes), EagerStepRunner)
     assert message in caplog.text
     runner.step({"a": [1, 2]})  # ops run again, rather than being recorded
+
+
+def test_an_op_of_all_tokens_after_rows_were_taken_is_named(tiny_llama: Path) -> None:
+    runner = PagedRunner(tiny_llama)
+    embed = runner.model.embed_input_ids
+
+    class Careless:
+        def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+            return embed(input_ids)
+
+        def forward(self, hidden: Tensor, positions: Tensor, caches: Any, metadata: Any, rows: Any) -> None:
+            rows.of(hidden)
+            torch.ops.pyengine.rms_norm(hidden, hidden, WEIGHT, 1e-5)
+
+    model: Any = Careless()
+    with pytest.raises(NotReplayableError, match="rms_norm: cannot be recorded: it has 41 rows in a step of 40 logits rows"):
+        ReplayedStepRunner(model, runner.caches, max_num_tokens=MAX_TOKENS, max_num_rows=MAX_TOKENS)
 
 
 def test_ops_without_rows_are_refused(tiny_llama: Path) -> None:
@@ -212,6 +267,59 @@ def test_inputs_that_do_not_fit_are_refused(tiny_llama: Path) -> None:
             plan.run(inputs)
     with pytest.raises(RuntimeError, match="recorded a step already"):
         plan.begin_recording(core.StepInputs(2))
+
+
+def test_logits_rows_move_to_the_front() -> None:
+    core = load_core()
+    plan = core.StepPlan()
+    wanted = torch.tensor([1, 2, 4])
+    plan.begin_recording(core.StepInputs(5, logits_rows=core.StepInputs(4, indices=wanted.data_ptr())))
+    values = torch.arange(30.0).view(5, 6)
+    plan.record_logits_rows(values[:, 2:].data_ptr(), 12, 24)  # of each row three numbers, from the third on
+    plan.end_recording()
+
+    def run(num_tokens: int, num_rows: int, indices: Tensor = wanted) -> None:
+        plan.run(core.StepInputs(num_tokens, logits_rows=core.StepInputs(num_rows, indices=indices.data_ptr())))
+
+    before = values.clone()
+    plan.run(core.StepInputs(4))  # wants all
+    run(5, 0)
+    assert torch.equal(values, before)
+    run(5, 3)
+    expected = before.clone()
+    expected[:3, 2:5] = before[wanted, 2:5]
+    assert torch.equal(values, expected)
+    with pytest.raises(ValueError, match="has 5 logits rows, it was recorded for up to 4"):
+        plan.run(core.StepInputs(5))
+    for num_tokens, indices in ((4, wanted), (5, wanted.flip(0)), (5, torch.tensor([0, 3, 3])), (5, torch.tensor([-1, 0, 1]))):
+        with pytest.raises(ValueError, match="logits rows are not tokens of the step in their order"):
+            run(num_tokens, 3, indices)
+    with pytest.raises(ValueError, match="logits rows are not tokens"):
+        plan.run(core.StepInputs(5, logits_rows=core.StepInputs(3)))
+
+
+def test_logits_rows_that_do_not_fit_are_refused() -> None:
+    core = load_core()
+    plan = core.StepPlan()
+    starts, lens, wanted = (torch.tensor(x, dtype=torch.int32) for x in ([0, 1, 2], [5, 6], [0, 0, 1, 0]))
+    batch = {"query_start_loc": starts.data_ptr(), "seq_lens": lens.data_ptr()}
+    indices = {"indices": wanted.data_ptr()}  # int64 0, 1
+
+    def step(*sizes: int, **inputs: int) -> Any:
+        return core.StepInputs(2, 2, 1, 6, **batch, logits_rows=core.StepInputs(*sizes, **inputs))
+
+    with pytest.raises(ValueError, match="at least one token and one logits row, not 0"):
+        plan.begin_recording(step(0, **indices))
+    plan.begin_recording(step(2, 2, 1, 6, **batch, **indices))
+    plan.end_recording()
+    plan.run(step(2, 2, 1, 6, **batch, **indices))
+    for inputs, message in (
+        (step(2, **indices), "has other inputs"),
+        (step(2, 2, 1, 5, **batch, **indices), "do not describe a batch"),
+        (step(1, 2, 1, 6, **batch, **indices), "do not describe a batch"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            plan.run(inputs)
 
 
 def test_arena_hands_out_memory_again_only_when_no_view_is_left() -> None:

@@ -69,6 +69,29 @@ def check_step(batch: InputBatch, sequences: dict[str, Sequence], scheduled: dic
     return inputs
 
 
+def check_logits_rows(inputs: StepInputs, row_lens: list[int]) -> None:
+    """Compare the batch of each sequence's last tokens with the whole one."""
+    rows, step = inputs.logits_rows(np.array(row_lens, dtype=np.int64)), inputs.metadata
+    if row_lens == inputs.query_lens.tolist():
+        assert rows is None
+        return
+    assert rows is not None
+    ends = step.query_start_loc.tolist()[1:]
+    assert rows.indices.tolist() == [
+        token for end, count in zip(ends, row_lens, strict=True) for token in range(end - count, end)
+    ]
+    kept = [i for i, count in enumerate(row_lens) if count]
+    assert (rows.metadata.num_seqs, rows.metadata.num_tokens) == (len(kept), sum(row_lens))
+    assert rows.metadata.max_query_len == max(row_lens)
+    assert rows.metadata.query_start_loc.diff().tolist() == [row_lens[i] for i in kept]
+    assert rows.metadata.query_start_loc[0] == 0
+    assert rows.metadata.seq_lens.tolist() == [int(step.seq_lens[i]) for i in kept]
+    assert torch.equal(rows.metadata.block_table, step.block_table[kept])
+    assert rows.metadata.slot_mapping.tolist() == []
+    dtypes = (rows.metadata.query_start_loc.dtype, rows.metadata.seq_lens.dtype, rows.indices.dtype)
+    assert dtypes == (torch.int32, torch.int32, torch.int64)
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_random_lives_of_sequences(data: st.DataObject) -> None:
@@ -111,6 +134,7 @@ def test_random_lives_of_sequences(data: st.DataObject) -> None:
         computed = [sequences[r].computed for r in scheduled]
         batch.update(list(scheduled), list(new.values()), list(replaced.values()), computed)
         inputs = check_step(batch, sequences, scheduled)
+        check_logits_rows(inputs, [data.draw(st.integers(0, int(count))) for count in inputs.query_lens])
         sampling = np.flatnonzero(inputs.samples)
         sampled = data.draw(st.lists(st.integers(0, 99), min_size=len(sampling), max_size=len(sampling)))
         batch.append_sampled(sampled)

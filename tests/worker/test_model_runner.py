@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from driver import Chances, Driver, Sequence, make_executor
+from tiny_models import make_model
 from token_reference import Reference
 
 from pyengine.config import EngineArgs, EngineConfig
@@ -197,6 +199,56 @@ def test_only_rows_that_sample_get_logits(cpu: tuple[UniprocExecutor, EngineConf
     sequences = greedy_sequences(None)
     Driver(executor, config, Chances(whole_prompt=0.0)).run(sequences)
     assert sum(rows) == sum(len(sequence.output) for sequence in sequences)
+
+
+SCORED = SamplingParams(temperature=0, max_tokens=4, logprobs=2, prompt_logprobs=1)
+PLAIN = SamplingParams(temperature=0, max_tokens=4, logprobs=2)
+
+
+def scored_sequences(scored: Callable[[int], bool]) -> list[Sequence]:
+    """Some of which want the log-probabilities of their prompts, and so a row of each token in the last layer."""
+    return [Sequence(str(i), prompt, SCORED if scored(i) else PLAIN) for i, prompt in enumerate(prompts(6))]
+
+
+@pytest.mark.parametrize(
+    ("model", "flags"),
+    [
+        ({}, {"dtype": "bfloat16"}),
+        ({"architecture": "Qwen3ForCausalLM", "use_sliding_window": False}, {"kv_cache_dtype": "int8"}),
+        ({"architecture": "Qwen2ForCausalLM", "use_sliding_window": False}, {"quantization": "int4"}),
+        ({"architecture": "MistralForCausalLM", "sliding_window": 12}, {"kv_cache_dtype": "fp8_e4m3"}),
+    ],
+    ids=["llama-bf16", "qwen3-int8-cache", "qwen2-int4", "window-fp8-cache"],
+)
+def test_rows_that_are_wanted_have_the_bits_of_whole_steps(
+    model: dict[str, Any], flags: dict[str, Any], tmp_path: Path
+) -> None:
+    path = make_model(tmp_path, **model)
+
+    def run(scored: Callable[[int], bool], *, eager: bool) -> list[Sequence]:
+        executor, config = make_executor(path, make_args(**flags, enforce_eager=eager))
+        assert isinstance(step_runner(executor), EagerStepRunner if eager else ReplayedStepRunner)
+        sequences = Driver(executor, config, EVERYTHING, seed=1).run(scored_sequences(scored))
+        executor.shutdown()
+        return sequences
+
+    whole = run(lambda i: True, eager=True)  # every row of every step is wanted
+    results(whole)
+    for scored in (lambda i: False, lambda i: i % 2 == 0):
+        for eager in (True, False):
+            for sequence, expected in zip(run(scored, eager=eager), whole, strict=True):
+                assert (sequence.error, sequence.output, sequence.logprobs) == (None, expected.output, expected.logprobs)
+                assert sequence.prompt_logprobs == (expected.prompt_logprobs if sequence.params is SCORED else {})
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+def test_a_neighbour_whose_prompt_is_scored_changes_no_bit(device: str, tiny_llama: Path) -> None:
+    executor, config = make_executor(tiny_llama, make_args(device))
+    for scored in (lambda i: False, lambda i: i == 0):
+        alone = [Driver(executor, config).run([sequence])[0] for sequence in scored_sequences(scored)[1:4]]
+        together = Driver(executor, config).run(scored_sequences(scored)[:4])
+        assert results(together[1:]) == results(alone)
+    executor.shutdown()
 
 
 def test_rule_11_a_request_that_cannot_run_fails_alone(cpu: tuple[UniprocExecutor, EngineConfig]) -> None:
