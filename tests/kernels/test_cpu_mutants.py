@@ -33,6 +33,7 @@ _ACTIVATIONS, _W8A16 = "csrc/layers/cpu/activations.h", "csrc/quantization/cpu/w
 _W8A16_TILE, _W8A16_AMX = "csrc/quantization/cpu/w8a16_tile.h", "csrc/quantization/cpu/w8a16_tile_amx.h"
 _W8A16_WEIGHT = "csrc/quantization/cpu/w8a16_weight.cpp"
 _QUANTIZED, _QUANTIZED_AVX2 = "csrc/quantization/cpu/quantized_linear.cpp", "csrc/quantization/cpu/quantized_tile_avx2.h"
+_QUANTIZED_TILE = "csrc/quantization/cpu/quantized_tile.h"
 _QUANTIZED_ROWS, _FOUR_BLOCKS = "csrc/quantization/cpu/quantized_rows.h", "csrc/quantization/cpu/quantize_blocks_avx2.h"
 _NORM, _ROTARY, _ACT = "csrc/layers/cpu/rms_norm.cpp", "csrc/layers/cpu/rotary.h", "csrc/layers/cpu/act_and_mul.cpp"
 
@@ -270,6 +271,10 @@ MUTANTS = [
     ),
     Mutant("bias left out", _QUANTIZED, "value += load_partial(bias + j, n);", ";", "quantized_linear"),
     Mutant("up takes the gate's bias", _QUANTIZED, "bias + p_.out_features : nullptr", "bias : nullptr", "quantized_linear"),
+    Mutant("both panels of a pair gated by one", _QUANTIZED, "gates[1], c[1]", "gates[0], c[1]", "quantized_linear"),
+    Mutant(
+        "a pair's second panel by the first's weights", _QUANTIZED_TILE, "args[p]->panel", "args[0]->panel", "quantized_linear"
+    ),
     Mutant(
         "all row tiles' gates in one place",
         _QUANTIZED,

@@ -19,8 +19,11 @@ namespace {
 
 constexpr int64_t kRowBlockBytes = 192 * 1024;  // records that a unit of work walks for each panel
 constexpr int64_t kSerialLimit = 16 * 1024;     // values; below, waking threads costs more than quantising
-constexpr int64_t kUnitProducts = 1024 * 1024;  // a unit of work has about so many at least
-constexpr int kUnitsPerThread = 6;              // and there are about so many for each thread
+// A unit of work has so many products at least, or, with few rows, so many panels, which memory gives in one stream, unless
+// they are too little to wake a thread for.
+constexpr int64_t kUnitProducts = 1024 * 1024, kFewestProducts = 128 * 1024;
+constexpr int kUnitPanels = 8;
+constexpr int kUnitsPerThread = 6;  // at most, apart from row blocks
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -64,10 +67,14 @@ struct Plan {
     block_tiles = static_cast<int>(ceil_div(num_tiles, num_blocks));
     const int together = p.gated ? 2 : 1;
     num_panels = together * static_cast<int>(ceil_div(p.out_features, kQuantPanel));
-    const int64_t block_rows = ceil_div(num_tokens, num_blocks);
-    const int64_t enough = ceil_div(kUnitProducts, max_of(1, block_rows * p.in_features * kQuantPanel));
-    const int64_t even = ceil_div(int64_t{num_panels} * num_blocks, int64_t{kUnitsPerThread} * get_num_threads());
-    group_panels = together * static_cast<int>(ceil_div(min_of(num_panels, max_of(enough, even)), together));
+    const int64_t panel_products = max_of(1, ceil_div(num_tokens, num_blocks) * p.in_features * kQuantPanel);
+    const int64_t few_rows = max_of(kUnitPanels, ceil_div(kFewestProducts, panel_products));
+    const int64_t enough = min_of(ceil_div(kUnitProducts, panel_products), few_rows);
+    const int64_t threads = get_num_threads(), most = ceil_div(kUnitsPerThread * threads, num_blocks);
+    int64_t wanted = min_of(num_panels / enough, most);
+    // As many for each thread, or one of them waits for another.
+    wanted = wanted > 1 ? ceil_div(wanted, threads) * threads : 1;
+    group_panels = together * static_cast<int>(ceil_div(num_panels / together, wanted));
     num_groups = static_cast<int>(ceil_div(num_panels, group_panels));
   }
   int max_rows() const { return rows + (larger > 0 ? step : 0); }
@@ -138,10 +145,11 @@ class NextPanel {
   NextPanel(const uint8_t* panel, int64_t bytes, int num_tiles)
       : at_(panel), end_(panel != nullptr ? panel + bytes : panel), part_(ceil_div(ceil_div(bytes, 64), num_tiles) * 64) {}
 
-  PE_ALWAYS_INLINE void fetch_part() {
-    const uint8_t* end = at_ + min_of(part_, end_ - at_);
-    for (; at_ < end; at_ += 64) __builtin_prefetch(at_, 0, 2);
-    at_ = end;
+  // Of the next tile, over `num_steps`.
+  PE_ALWAYS_INLINE LinesAhead part(int num_steps) {
+    const uint8_t* begin = at_;
+    at_ += min_of(part_, end_ - at_);
+    return {begin, at_, num_steps};
   }
 
  private:
@@ -165,6 +173,9 @@ class Multiplication {
 #if PE_UNPACKED_TILES
     if (plan_.unpacked) return run_unpacked<Out>(unit);
 #endif
+    if constexpr (kPairRows > 0) {
+      if (plan_.num_tokens <= kPairRows) return run_pairs<Out>(unit);
+    }
     float* gates = static_cast<float*>(thread_scratch(gate_bytes(unit)));
     alignas(64) float c[kMaxRows * kQuantPanel];
     for (int panel = unit.first_panel; panel < unit.end_panel; panel++) {
@@ -195,6 +206,29 @@ class Multiplication {
     }
   }
 
+  // The unit's first half of panels, and with each of them one of the second half.
+  template <class Out>
+  void run_pairs(const Unit& unit) const {
+    alignas(64) float c[2][kPairRows * kQuantPanel], gates[2][kPairRows * kQuantPanel];
+    const int together = p_.gated ? 2 : 1;
+    const int half = static_cast<int>(ceil_div(unit.end_panel - unit.first_panel, 2 * together)) * together;
+    const auto args_of = [&](int panel, const Sums& sums) {
+      return QuantizedTileArgs{panel_data(panel), tile_records(0), num_blocks(), sums.c};
+    };
+    for (int panel = unit.first_panel; panel < unit.first_panel + half; panel++) {
+      const Sums first = sums_of<Out>(unit, panel, 0, gates[0], c[0]);
+      if (panel + half >= unit.end_panel) {
+        run_tile<F>(plan_.rows_of(0), args_of(panel, first));
+        write<Out>(first, panel, 0);
+        continue;
+      }
+      const Sums second = sums_of<Out>(unit, panel + half, 0, gates[1], c[1]);
+      QuantizedTile<F>::template run_pair<kPairRows>(args_of(panel, first), args_of(panel + half, second));
+      write<Out>(first, panel, 0);
+      write<Out>(second, panel + half, 0);
+    }
+  }
+
 #if PE_UNPACKED_TILES
   template <class Out>
   void run_unpacked(const Unit& unit) const {
@@ -211,9 +245,9 @@ class Multiplication {
       NextPanel next(panel + 1 < plan_.num_panels ? panel_data(panel + 1) : nullptr, num_blocks() * F::kTileBytes,
                      unit.end_tile - unit.first_tile);
       for (int tile = unit.first_tile; tile < unit.end_tile; tile++) {
-        next.fetch_part();
         const Sums sums = sums_of<Out>(unit, panel, tile, gates, c);
-        run_unpacked_tile<F>(plan_.rows_of(tile), UnpackedTileArgs{unpacked, tile_records(tile), num_sub_blocks, sums.c});
+        run_unpacked_tile<F>(plan_.rows_of(tile),
+                             UnpackedTileArgs{unpacked, tile_records(tile), num_sub_blocks, sums.c, next.part(num_sub_blocks)});
         write<Out>(sums, panel, tile);
       }
     }

@@ -15,6 +15,8 @@ constexpr int kPanelVecs = kQuantPanel / kLanes;
 // it.
 constexpr int kMaxRows = kLanes == 16 ? (kSumsIn16Bits ? 8 : 12) : kLanes == 8 ? 4 : 2;
 constexpr int kFewRows = kLanes == 16 ? 4 : kLanes == 8 ? 2 : 0;
+// A row alone waits for memory, which gives more from two places: two panels are multiplied at once.
+constexpr int kPairRows = kLanes == 8 ? 1 : 0;
 
 struct QuantizedTileArgs {
   const uint8_t* panel;  // [num_blocks, tile_bytes]
@@ -23,12 +25,31 @@ struct QuantizedTileArgs {
   float* c;              // [MR, 16], written
 };
 
+// What to bring closer while a tile is computed, an equal part of it with each sub-block: a core has no more than some 20 lines
+// on their way, and stops until it can ask for more.
+class LinesAhead {
+ public:
+  LinesAhead() = default;
+  LinesAhead(const uint8_t* begin, const uint8_t* end, int num_steps)
+      : at_(begin), end_(end), step_((end - begin + 64 * int64_t{num_steps} - 1) / (64 * int64_t{num_steps}) * 64) {}
+
+  PE_ALWAYS_INLINE void step() {
+    const uint8_t* end = end_ - at_ > step_ ? at_ + step_ : end_;
+    for (; at_ < end; at_ += 64) __builtin_prefetch(at_, 0, 2);
+  }
+
+ private:
+  const uint8_t *at_ = nullptr, *end_ = nullptr;
+  int64_t step_ = 0;
+};
+
 // The same of a panel that was unpacked for several row tiles, as an instruction set's header says.
 struct UnpackedTileArgs {
   const uint8_t* panel;  // unpacked
   const uint8_t* rows;   // records of RowValue
   int num_sub_blocks;
-  float* c;  // [MR, 16], written
+  float* c;          // [MR, 16], written
+  LinesAhead ahead;  // num_sub_blocks steps
 };
 
 // Groups of four products whose sum fits 16 bits: two pairs each, a pair at most 2 * largest weight * 127.
@@ -159,44 +180,63 @@ template <class F>
 struct QuantizedTile {
   static constexpr int kPrefetchBytes = 1280;  // ahead, where a panel is read for few rows and so from memory
 
+  template <int DISTANCE = kPrefetchBytes>
   static PE_ALWAYS_INLINE void prefetch(const uint8_t* sub_block) {
 #pragma GCC unroll 9
-    for (int i = 0; i < F::kSubBlockBytes; i += 64) __builtin_prefetch(sub_block + kPrefetchBytes + i);
-  }
-
-  // Columns of the panel's vectors [vec, vec + NV).
-  template <int MR, int NV>
-  static PE_ALWAYS_INLINE void multiply(const QuantizedTileArgs& args, int vec) {
-    VecF f[MR][NV];
-#pragma GCC unroll 16
-    for (int r = 0; r < MR; r++) {
-#pragma GCC unroll 4
-      for (int v = 0; v < NV; v++) f[r][v] = zero();
-    }
-    const uint8_t* tile = args.panel;
-    const uint8_t* record = args.rows;
-    for (int block = 0; block < args.num_blocks; block++, tile += F::kTileBytes) {
-      const uint8_t* sub_block = tile + F::kHeaderBytes;
-      for (int i = 0; i < F::kSubBlocks; i++, sub_block += F::kSubBlockBytes, record += RowRecord<F, MR>::kBytes) {
-        if constexpr (MR <= kFewRows) prefetch(sub_block);
-#pragma GCC unroll 4
-        for (int v = 0; v < NV; v++) add_sub_block<MR, NV>(f, v, tile, sub_block, record, vec + v);
-      }
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < MR; r++) {
-#pragma GCC unroll 4
-      for (int v = 0; v < NV; v++) store(args.c + r * kQuantPanel + (vec + v) * kLanes, f[r][v]);
-    }
+    for (int i = 0; i < F::kSubBlockBytes; i += 64) __builtin_prefetch(sub_block + DISTANCE + i);
   }
 
   template <int MR>
   static void run(const QuantizedTileArgs& args) {
     constexpr int kVecs = MR <= kFewRows ? kPanelVecs : 1;
-    for (int vec = 0; vec < kPanelVecs; vec += kVecs) multiply<MR, kVecs>(args, vec);
+    for (int vec = 0; vec < kPanelVecs; vec += kVecs) multiply<MR, kVecs>({&args}, vec);
+  }
+  // Two panels times the same rows.
+  template <int MR>
+  static void run_pair(const QuantizedTileArgs& first, const QuantizedTileArgs& second) {
+    static_assert(MR <= kFewRows);
+    multiply<MR, kPanelVecs>({&first, &second}, 0);
   }
 
  private:
+  // Columns of the panels' vectors [vec, vec + NV).
+  template <int MR, int NV, int PANELS>
+  static PE_ALWAYS_INLINE void multiply(const QuantizedTileArgs* const (&args)[PANELS], int vec) {
+    VecF f[PANELS][MR][NV];
+    const uint8_t* tile[PANELS];
+#pragma GCC unroll 2
+    for (int p = 0; p < PANELS; p++) {
+      tile[p] = args[p]->panel;
+#pragma GCC unroll 16
+      for (int r = 0; r < MR; r++) {
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; v++) f[p][r][v] = zero();
+      }
+    }
+    const uint8_t* record = args[0]->rows;
+    for (int block = 0; block < args[0]->num_blocks; block++) {
+      for (int i = 0; i < F::kSubBlocks; i++, record += RowRecord<F, MR>::kBytes) {
+#pragma GCC unroll 2
+        for (int p = 0; p < PANELS; p++) {
+          const uint8_t* sub_block = tile[p] + F::kHeaderBytes + i * F::kSubBlockBytes;
+          if constexpr (MR <= kFewRows) prefetch<kPrefetchBytes / PANELS>(sub_block);
+#pragma GCC unroll 4
+          for (int v = 0; v < NV; v++) add_sub_block<MR, NV>(f[p], v, tile[p], sub_block, record, vec + v);
+        }
+      }
+#pragma GCC unroll 2
+      for (int p = 0; p < PANELS; p++) tile[p] += F::kTileBytes;
+    }
+#pragma GCC unroll 2
+    for (int p = 0; p < PANELS; p++) {
+#pragma GCC unroll 16
+      for (int r = 0; r < MR; r++) {
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; v++) store(args[p]->c + r * kQuantPanel + (vec + v) * kLanes, f[p][r][v]);
+      }
+    }
+  }
+
   template <int MR, int NV>
   static PE_ALWAYS_INLINE void add_sub_block(VecF (&f)[MR][NV], int v, const uint8_t* header, const uint8_t* sub_block,
                                              const uint8_t* record, int vec) {

@@ -76,9 +76,12 @@ class UnpackedTile {
 #pragma GCC unroll 16
     for (int r = 0; r < MR; r++) sums.f[r] = zero();
     const int n = args.num_sub_blocks;
+    LinesAhead ahead = args.ahead;
     multiply<0>(args, 0);
     int i = 0;
     for (; i + 1 < n; i += 2) {
+      ahead.step();
+      ahead.step();
       multiply<1>(args, i + 1);
       store_integers<0>(integers[i % kBuffers]);
       if (i >= kDelay) add(args, i - kDelay, integers, sums);
@@ -87,6 +90,7 @@ class UnpackedTile {
       if (i + 1 >= kDelay) add(args, i + 1 - kDelay, integers, sums);
     }
     if (i < n) {
+      ahead.step();
       store_integers<0>(integers[i % kBuffers]);
       if (i >= kDelay) add(args, i - kDelay, integers, sums);
     }

@@ -276,7 +276,9 @@ struct UnpackedTile {
     for (int r = 0; r < MR; r++) f[r][0] = f[r][1] = zero();
     UnpackedSource<F> source{args.panel};
     const uint8_t* record = args.rows;
+    LinesAhead ahead = args.ahead;
     for (int i = 0; i < args.num_sub_blocks; i++, record += Rows::Record::kBytes, source.at += UnpackedSubBlock<F>::kBytes) {
+      ahead.step();
       Rows::add(source, record, f);
     }
   }
