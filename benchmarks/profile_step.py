@@ -101,11 +101,11 @@ def cost(op: str, args: Sequence[Any], batch: Batch) -> Cost:
 
     if op in ("w8a16_linear", "w8a16_gated_linear"):
         return _w8a16_cost(op, tensors, rows)
-    if op in ("linear", "quantized_linear", "quantized_gated_linear"):
+    if op in ("linear", "gated_linear", "quantized_linear", "quantized_gated_linear"):
         out, x, weight = tensors[:3]
-        outputs = out.shape[1] * (2 if op == "quantized_gated_linear" else 1)
+        outputs = out.shape[1] * (2 if "gated" in op else 1)
         shape = f"{x.shape[1]} to {outputs}"
-        kind, detail = ("fp32", "") if op == "linear" else ("int8", f", {args[3]}")
+        kind, detail = ("int8", f", {args[3]}") if op.startswith("quantized") else ("fp32", "")
         moved = weight.numel() * weight.element_size() + rows * (row_bytes(out) + row_bytes(x))
         return Cost(f"{op} {shape}{detail}", moved, 2.0 * rows * x.shape[1] * outputs, kind)
     if op == "paged_attention":

@@ -58,6 +58,7 @@ void define_schemas(torch::stable::detail::StableLibrary& m) {
 #if !defined(PE_EMULATED)
   m.def("pack_linear_weight(Tensor(a!) packed, Tensor weight) -> ()");
   m.def("linear(Tensor(a!) out, Tensor input, Tensor packed_weight, Tensor? bias=None) -> ()");
+  m.def("gated_linear(Tensor(a!) out, Tensor input, Tensor packed_weight, str activation, Tensor? bias=None) -> ()");
   m.def("pack_quantized_weight(Tensor(a!) packed, Tensor weight, str format) -> ()");
   m.def("quantized_linear(Tensor(a!) out, Tensor input, Tensor packed_weight, str format, Tensor? bias=None) -> ()");
   m.def(

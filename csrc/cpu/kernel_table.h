@@ -7,6 +7,7 @@
 #pragma once
 #include "../attention/params.h"
 #include "../cache/params.h"
+#include "../layers/gated_linear_params.h"
 #include "../layers/params.h"
 #include "../quantization/params.h"
 #include "../sampling/params.h"
@@ -23,6 +24,7 @@
   X(act_and_mul, ActAndMulParams)                  \
   X(pack_linear_weight, PackLinearParams)          \
   X(linear, LinearParams)                          \
+  X(gated_linear, GatedLinearParams)               \
   X(pack_quantized_weight, PackQuantizedParams)    \
   X(quantized_embedding, QuantizedEmbeddingParams) \
   X(quantized_linear, QuantizedLinearParams)       \

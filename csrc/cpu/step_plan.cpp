@@ -55,10 +55,11 @@ int32_t& num_rows(ArgmaxParams& p) { return p.num_rows; }
 template <class P>
 constexpr bool kRecordable =
     std::is_same_v<P, RmsNormParams> || std::is_same_v<P, RotaryParams> || std::is_same_v<P, ActAndMulParams> ||
-    std::is_same_v<P, LinearParams> || std::is_same_v<P, QuantizedLinearParams> || std::is_same_v<P, CheckpointLinearParams> ||
-    std::is_same_v<P, QuantizeRowsParams> || std::is_same_v<P, ReshapeAndCacheParams> ||
-    std::is_same_v<P, PagedAttentionParams> || std::is_same_v<P, QuantizedEmbeddingParams> ||
-    std::is_same_v<P, W8A16LinearParams> || std::is_same_v<P, W8A16EmbeddingParams> || std::is_same_v<P, ArgmaxParams>;
+    std::is_same_v<P, LinearParams> || std::is_same_v<P, GatedLinearParams> || std::is_same_v<P, QuantizedLinearParams> ||
+    std::is_same_v<P, CheckpointLinearParams> || std::is_same_v<P, QuantizeRowsParams> ||
+    std::is_same_v<P, ReshapeAndCacheParams> || std::is_same_v<P, PagedAttentionParams> ||
+    std::is_same_v<P, QuantizedEmbeddingParams> || std::is_same_v<P, W8A16LinearParams> ||
+    std::is_same_v<P, W8A16EmbeddingParams> || std::is_same_v<P, ArgmaxParams>;
 
 const char* copy_rows(const CopyRowsParams& p) {
   for (int64_t row = 0; row < p.num_tokens; row++) {

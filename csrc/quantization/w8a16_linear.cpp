@@ -3,7 +3,7 @@
 #include "../common/launch.h"
 #include "../common/product_args.h"
 #include "../common/value_checks.h"
-#include "fused_activation.h"
+#include "../layers/fused_activation.h"
 
 namespace pyengine {
 namespace {

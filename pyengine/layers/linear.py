@@ -77,7 +77,7 @@ class Linear:
                 self._weight[start:end].copy_(plain(weight))
             return
         if self._activation is not None:
-            self._gated = pack_gated_any(weights, self._activation.fused_name, self._ops)
+            self._gated = pack_gated_any(weights, self._activation.fused_name, self._ops, self._dtype)
         if self._gated is not None:
             return
         self._packed = [part for _, group in groupby(weights, _form) for part in self._pack(list(group))]

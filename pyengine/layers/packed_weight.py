@@ -149,11 +149,34 @@ class QuantizedGatedPanels:
         self._ops.quantized_gated_linear(out, x, self.data, self.format, self.activation, bias)
 
 
-def pack_gated(weights: Sequence[Weight], activation: str | None, ops: Ops) -> QuantizedGatedPanels | None:
-    """One weight of gate and up; None where no product applies the activation, or these are not blocks of one format in whole
-    panels."""
+class PlainGatedPanels:
+    """Plain fp32 values, of a gate and of what it gates in panels turn about.
+
+    Args:
+        data: fp32 [2 * out / 16, in, 16].
+        activation: silu or gelu_tanh.
+    """
+
+    def __init__(self, data: Tensor, activation: str, ops: Ops) -> None:
+        self.data, self.activation = data, activation
+        self._ops = ops
+
+    def multiply(self, out: Tensor, x: Tensor, bias: Tensor | None) -> None:
+        self._ops.gated_linear(out, x, self.data, self.activation, bias)
+
+
+def pack_gated(
+    weights: Sequence[Weight], activation: str | None, ops: Ops, dtype: torch.dtype
+) -> QuantizedGatedPanels | PlainGatedPanels | None:
+    """One weight of gate and up; None where no product applies the activation, or these are neither blocks of one format nor
+    fp32 values (between rounded products and the activation, the sums would have to be rounded too), in whole panels."""
+    if activation is None or len(weights) != 2 or weights[0].shape[0] % PANEL:
+        return None
+    plain_weights = [weight for weight in weights if isinstance(weight, Tensor)]
+    if len(plain_weights) == 2 and dtype == torch.float32:
+        return _pack_plain_gated(plain_weights, activation, ops)
     blocks = [weight for weight in weights if isinstance(weight, QuantizedTensor)]
-    if activation is None or len(blocks) != 2 or blocks[0].format != blocks[1].format or blocks[0].shape[0] % PANEL:
+    if len(blocks) != 2 or blocks[0].format != blocks[1].format:
         return None
     tile = FORMATS[blocks[0].format]
     num_panels, num_blocks = blocks[0].shape[0] // PANEL, blocks[0].blocks.shape[1] // tile.block_bytes
@@ -163,6 +186,16 @@ def pack_gated(weights: Sequence[Weight], activation: str | None, ops: Ops) -> Q
         ops.pack_quantized_weight(panels, weight.blocks, weight.format)
         data[:, which].copy_(panels)
     return QuantizedGatedPanels(data.flatten(0, 1), blocks[0].format, activation, ops)
+
+
+def _pack_plain_gated(weights: Sequence[Tensor], activation: str, ops: Ops) -> PlainGatedPanels:
+    num_panels, in_features = weights[0].shape[0] // PANEL, weights[0].shape[1]
+    data = _MEMORY.empty((num_panels, 2, in_features, PANEL), torch.float32)
+    panels = torch.empty(num_panels, in_features, PANEL)
+    for which, weight in enumerate(weights):
+        ops.pack_linear_weight(panels, weight.to(torch.float32).contiguous())
+        data[:, which].copy_(panels)
+    return PlainGatedPanels(data.flatten(0, 1), activation, ops)
 
 
 def _panels(data: Tensor, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:

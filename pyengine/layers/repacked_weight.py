@@ -98,9 +98,9 @@ def repack(weights: Sequence[RepackedTensor], ops: Ops, dtype: torch.dtype) -> P
     return RepackedWeight(*packing.finish(), shape, ops, dtype)
 
 
-def pack_gated_any(weights: Sequence[Weight], activation: str | None, ops: Ops) -> GatedWeight | None:
-    """One weight of gate and up where a product applies the activation, repacked or quantised; None elsewhere."""
-    return repack_gated(weights, activation, ops) or pack_gated(weights, activation, ops)
+def pack_gated_any(weights: Sequence[Weight], activation: str | None, ops: Ops, dtype: torch.dtype) -> GatedWeight | None:
+    """One weight of gate and up where a product applies the activation, repacked or what `pack_gated` takes; None elsewhere."""
+    return repack_gated(weights, activation, ops) or pack_gated(weights, activation, ops, dtype)
 
 
 def pack_any(weights: Sequence[Weight], ops: Ops, dtype: torch.dtype) -> PackedWeight:

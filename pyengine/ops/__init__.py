@@ -16,6 +16,7 @@ from pyengine.ops._signatures import (
     CopyBlocks,
     Fp8Linear,
     FusedAddRmsNorm,
+    GatedLinear,
     GeluAndMul,
     GptqLinear,
     Int8Linear,
@@ -75,6 +76,7 @@ class Ops:
     # CPU tensors only, also in the sets of other devices:
     pack_linear_weight: PackLinearWeight
     linear: LinearOp
+    gated_linear: GatedLinear
     pack_quantized_weight: PackQuantizedWeight
     quantized_linear: QuantizedLinear
     quantized_gated_linear: QuantizedGatedLinear

@@ -35,6 +35,7 @@ DEVICE_OPS: tuple[str, ...] = (
 CPU_OPS: tuple[str, ...] = (
     "pack_linear_weight",
     "linear",
+    "gated_linear",
     "pack_quantized_weight",
     "quantized_linear",
     "quantized_gated_linear",

@@ -380,6 +380,19 @@ class LinearOp(Protocol):
         """
 
 
+class GatedLinear(Protocol):
+    def __call__(self, out: Tensor, input: Tensor, packed_weight: Tensor, activation: str, bias: Tensor | None = None) -> None:
+        """out = act(input gate^T) * (input up^T), with the bits of `linear` and the activation apart. CPU only.
+
+        Args:
+            out: fp32 [num_tokens, out_features], written.
+            input: fp32 [num_tokens, in_features], the token stride free.
+            packed_weight: of panels turn about of gate and up, 2 ceil(out_features / 16) in all; see `pack_linear_weight`.
+            activation: silu or gelu_tanh.
+            bias: [2 out_features], the gate's first.
+        """
+
+
 class PackQuantizedWeight(Protocol):
     def __call__(self, packed: Tensor, weight: Tensor, format: str) -> None:
         """Rearrange a weight's GGUF blocks for `quantized_linear`; no value changes. CPU only.

@@ -174,6 +174,7 @@ def sample_inputs(namespace: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
         "gelu_and_mul": lambda: (torch.empty(3, 20), torch.randn(3, 40), False),
         "pack_linear_weight": lambda: (torch.empty(2, 24, 16), torch.randn(20, 24)),
         "linear": lambda: (torch.empty(3, 20), torch.randn(3, 24), torch.randn(2, 24, 16), torch.randn(20)),
+        "gated_linear": lambda: (torch.empty(3, 20), torch.randn(3, 24), torch.randn(4, 24, 16), "silu", torch.randn(40)),
         "pack_quantized_weight": lambda: (uint8(2, 3, 544), uint8(20, 3 * 34), "Q8_0"),
         "quantized_linear": lambda: (torch.empty(3, 20), torch.randn(3, 96), uint8(2, 3, 544), "Q8_0", torch.randn(20)),
         "quantized_gated_linear": lambda: (

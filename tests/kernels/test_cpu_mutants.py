@@ -195,6 +195,23 @@ MUTANTS = [
         "load_partial(bias + column, count)",
         "linear",
     ),
+    Mutant("a plain gate's bias for both", _LINEAR_OUTPUT, "gate_bias + p.out_features", "gate_bias", "linear"),
+    Mutant(
+        "sums of a gate and of what it gates in one place",
+        _PACKED_LINEAR,
+        "(p_.gated && !gates ? rows.num_rows * kPanel : 0)",
+        "0",
+        "linear",
+    ),
+    Mutant(
+        "panels of a gate and of what it gates in one place",
+        _LINEAR,
+        "rows.c = c + i * plan_.panels_per_group * kPanel;",
+        "rows.c = c;",
+        "linear",
+        "scalar",
+    ),
+    Mutant("units end between a gate and what it gates", _PACKED_LINEAR, " / together * together;", ";", "linear"),
     Mutant(
         "last row block left out",
         _LINEAR,

@@ -79,6 +79,47 @@ def test_several_blocks(cpu_backend: KernelBackend, rows: int, k: int, n: int, d
     check(cpu_backend, torch.randn(rows, k).to(dtype), torch.randn(n, k).to(dtype), None, dtype)
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(
+    ("rows", "n", "k"), [(1, 16, 20), (2, 48, 64), (3, 80, 576), (7, 32, 17), (64, 160, 640), (300, 400, 600), (40, 1520, 96)]
+)
+def test_gated_is_the_product_and_the_activation(
+    cpu_backend: KernelBackend, rows: int, n: int, k: int, activation: str
+) -> None:
+    """The same bits, with any number of panels to a unit of work."""
+    ops = cpu_backend.ops
+    torch.manual_seed(rows)
+    x, gate, up = strided_rows(rows, k, FP32, padding=2), torch.randn(n, k), torch.randn(n, k)
+    bias = torch.randn(2 * n) if rows != 7 else None
+    products, expected = poison(rows, 2 * n, dtype=FP32), poison(rows, n, dtype=FP32)
+    ops.linear(products, x, pack(cpu_backend, torch.cat([gate, up])), bias)
+    if activation == "silu":
+        ops.silu_and_mul(expected, products)
+    else:
+        ops.gelu_and_mul(expected, products, True)
+    panels = torch.stack([gate.unflatten(0, (-1, 16)), up.unflatten(0, (-1, 16))], 1).flatten(0, 2)
+    out = poison(rows, n + 3, dtype=FP32)
+    ops.gated_linear(out[:, :n], x, pack(cpu_backend, panels), activation, bias)
+    assert_same_bits(out[:, :n], expected)
+    assert out[:, n:].isnan().all()
+
+
+@pytest.mark.parametrize("rows", [2, 20])
+def test_gated_with_a_last_panel_in_part(cpu_backend: KernelBackend, rows: int) -> None:
+    """Of 24 columns, in panels of 16: the gate's, what it gates, the gate's rest, the rest of what it gates."""
+    ops = cpu_backend.ops
+    x, gate, up, bias = torch.randn(rows, 40), torch.randn(32, 40), torch.randn(32, 40), torch.randn(48)
+    gate[24:] = up[24:] = 0.0
+    products, expected = poison(rows, 48, dtype=FP32), poison(rows, 24, dtype=FP32)
+    ops.linear(products, x, pack(cpu_backend, torch.cat([gate[:24], up[:24]])), bias)
+    ops.silu_and_mul(expected, products)
+    out = poison(rows, 30, dtype=FP32)
+    panels = pack(cpu_backend, torch.cat([gate[:16], up[:16], gate[16:], up[16:]]))
+    ops.gated_linear(out[:, :24], x, panels, "silu", bias)
+    assert_same_bits(out[:, :24], expected)
+    assert out[:, 24:].isnan().all()
+
+
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     rows=st.integers(1, 70),

@@ -2,6 +2,8 @@
 //
 // Rows are cut into even tiles of at most kMaxRows and packed as fp32; one unit of work is a group of panels times a block of
 // row tiles. k is walked in blocks so that a group's panels stay in the first-level cache while the row tiles pass by.
+#include <type_traits>
+
 #include "../../cpu/gemm_tile.h"
 #include "../../cpu/parallel.h"
 #include "../../cpu/with_type.h"
@@ -32,26 +34,29 @@ struct LinearPlan {
   RowTiles tiles;
   int block_tiles, num_blocks;  // row tiles of a unit of work
   int panels_per_group, num_panels, num_groups;
-  int unit_groups, units_per_block;  // groups of a unit of work
+  int written_groups;                // that are written together: two where a gate and what it gates are in two groups
+  int unit_groups, units_per_block;  // groups of a unit of work, a multiple of written_groups
   int depth_block;                   // of k; everything when there is a single row tile, which has nothing to reuse
 
-  explicit LinearPlan(const LinearParams& p) : tiles(p.num_tokens) {
+  explicit LinearPlan(const Product& p) : tiles(p.num_tokens) {
     depth_block = tiles.count == 1 ? p.in_features : kDepthBlock;
     const int64_t fit = kRowBlock / (int64_t{p.in_features} * tiles.max_rows());
     num_blocks = static_cast<int>(ceil_div(tiles.count, fit < 2 ? 2 : fit < kBlockTiles ? fit : kBlockTiles));
     block_tiles = static_cast<int>(ceil_div(tiles.count, num_blocks));
     panels_per_group = panels_for(tiles.max_rows());
-    num_panels = static_cast<int>(ceil_div(p.out_features, kPanel));
+    num_panels = static_cast<int>(ceil_div(p.out_features, kPanel)) * p.panels_per_output();
     num_groups = static_cast<int>(ceil_div(num_panels, panels_per_group));
-    const int64_t fair = int64_t{num_groups} * num_blocks / (kUnitsPerThread * get_num_threads());
-    units_per_block = static_cast<int>(ceil_div(num_groups, fair < 1 ? 1 : fair));
-    unit_groups = static_cast<int>(ceil_div(num_groups, units_per_block));
+    written_groups = p.gated && panels_per_group % 2 != 0 ? 2 : 1;
+    const int64_t written = num_groups / written_groups, fair = written * num_blocks / (kUnitsPerThread * get_num_threads());
+    units_per_block = static_cast<int>(ceil_div(written, fair < 1 ? 1 : fair));
+    unit_groups = static_cast<int>(ceil_div(written, units_per_block)) * written_groups;
   }
+  int written_panels() const { return written_groups * panels_per_group; }
 };
 
 // input [num_tokens, in_features] as fp32, dense.
 template <class T>
-const char* widen_input(const LinearParams& p, float* wide) {
+const char* widen_input(const Product& p, float* wide) {
   const auto widen_row = [&](int64_t row, int) {
     const T* from = static_cast<const T*>(p.input) + row * p.input_stride;
     float* to = wide + row * p.in_features;
@@ -68,10 +73,16 @@ const char* widen_input(const LinearParams& p, float* wide) {
 }
 
 template <class Out, class In>
-void write_block(const LinearParams& p, const float* c, int ldc, int first_row, int rows, int first_panel, int panels) {
+void write_block(const Product& p, const float* c, int ldc, int first_row, int rows, int first_panel, int panels) {
   Out* out = static_cast<Out*>(p.out) + first_row * p.out_stride;
   for (int r = 0; r < rows; r++) {
-    for (int i = 0; i < panels; i++) {
+    if constexpr (std::is_same_v<Out, float> && std::is_same_v<In, float>) {
+      for (int i = 0; p.gated && i < panels; i += 2) {
+        const float* gate = c + r * ldc + i * kPanel;
+        write_gated_row(p, gate, gate + kPanel, (first_panel + i) / 2 * kPanel, out + r * p.out_stride);
+      }
+    }
+    for (int i = 0; !p.gated && i < panels; i++) {
       write_row(c + r * ldc + i * kPanel, static_cast<const In*>(p.bias), (first_panel + i) * kPanel, p.out_features,
                 out + r * p.out_stride);
     }
@@ -82,7 +93,7 @@ template <class W>
 class LinearUnit {
  public:
   // a [num_tokens, in_features], rows lda apart
-  LinearUnit(const LinearParams& params, const LinearPlan& plan, const float* a, int64_t lda)
+  LinearUnit(const Product& params, const LinearPlan& plan, const float* a, int64_t lda)
       : p_(params), plan_(plan), a_(a), lda_(lda) {}
 
   template <class Out, class In>
@@ -91,14 +102,18 @@ class LinearUnit {
     const int end_group =
         first_group + plan_.unit_groups < plan_.num_groups ? first_group + plan_.unit_groups : plan_.num_groups;
     RowBlock rows = row_block(static_cast<int>(unit / plan_.units_per_block));
-    const int ldc = plan_.panels_per_group * kPanel;
-    rows.c = static_cast<float*>(thread_scratch((rows.count * ldc + kDepthBlock * ldc) * sizeof(float)));
-    for (int group = first_group; group < end_group; group++) {
+    const int ldc = plan_.written_panels() * kPanel;
+    float* c = static_cast<float*>(thread_scratch((rows.count + kDepthBlock) * ldc * sizeof(float)));
+    rows.wide = c + rows.count * ldc;
+    for (int group = first_group; group < end_group; group += plan_.written_groups) {
       const int first_panel = group * plan_.panels_per_group, panels = plan_.num_panels - first_panel;
-      rows.first_column = first_panel * kPanel;
-      multiply_group(first_panel, rows, group + 1 < end_group);
-      write_block<Out, In>(p_, rows.c, ldc, rows.first, rows.count, first_panel,
-                           panels < plan_.panels_per_group ? panels : plan_.panels_per_group);
+      rows.first_column = first_panel / p_.panels_per_output() * kPanel;
+      for (int i = 0; i < plan_.written_groups; i++) {
+        rows.c = c + i * plan_.panels_per_group * kPanel;
+        multiply_group(first_panel + i * plan_.panels_per_group, rows, group + i + 1 < end_group);
+      }
+      write_block<Out, In>(p_, c, ldc, rows.first, rows.count, first_panel,
+                           panels < plan_.written_panels() ? panels : plan_.written_panels());
     }
   }
 
@@ -108,12 +123,13 @@ class LinearUnit {
   struct RowBlock {
     int first_tile, end_tile, first, count;  // rows [first, first + count)
     int first_column;
-    float* c;  // [count, 16 * panels_per_group], then widened panels [panels_per_group, kDepthBlock, 16]
+    float* c;     // [count, 16 * panels_per_group], rows 16 * written_panels apart
+    float* wide;  // [panels_per_group, kDepthBlock, 16]: panels, widened
   };
   RowBlock row_block(int block) const {
     const int first_tile = block * plan_.block_tiles, end = first_tile + plan_.block_tiles;
     const int end_tile = end < plan_.tiles.count ? end : plan_.tiles.count, first = plan_.tiles.first_row(first_tile);
-    return {first_tile, end_tile, first, plan_.tiles.first_row(end_tile) - first, 0, nullptr};
+    return {first_tile, end_tile, first, plan_.tiles.first_row(end_tile) - first, 0, nullptr, nullptr};
   }
 
   // A group's panels from k0 on. Past the last panel: that one again, its result unused.
@@ -143,7 +159,7 @@ class LinearUnit {
   // With several row tiles, half-precision panels are widened once for all of them.
   void multiply(const W* const* panels, const W* const* next, const RowBlock& rows, int k0, int k) const {
     if (sizeof(W) < sizeof(float) && rows.end_tile - rows.first_tile > 1) {
-      float* wide = rows.c + rows.count * plan_.panels_per_group * kPanel;
+      float* wide = rows.wide;
       const float* widened[kMostPanels] = {};
       for (int i = 0; i < plan_.panels_per_group; i++, wide += kDepthBlock * kPanel) {
         for (int j = 0; j < k * kPanel; j += kLanes) store(wide + j, load(panels[i] + j));
@@ -157,7 +173,7 @@ class LinearUnit {
 
   template <class T>
   void multiply_tiles(const T* const* panels, const W* const* next, const RowBlock& rows, int k0, int k) const {
-    const int ldc = plan_.panels_per_group * kPanel;
+    const int ldc = plan_.written_panels() * kPanel;
     for (int tile = rows.first_tile; tile < rows.end_tile; tile++) {
       const int row = plan_.tiles.first_row(tile);
       if (k0 + k == p_.in_features) fetch_output(rows, row, plan_.tiles.rows_of(tile));
@@ -192,21 +208,19 @@ class LinearUnit {
   void fetch_output(const RowBlock& rows, int row, int count) const {
     const int64_t size = dtype_size(p_.out_dtype);
     const char* out = static_cast<const char*>(p_.out) + (row * p_.out_stride + rows.first_column) * size;
-    const int64_t width = plan_.panels_per_group * kPanel * size;
+    const int64_t width = plan_.written_panels() / p_.panels_per_output() * kPanel * size;
     for (int r = 0; r < count; r++, out += p_.out_stride * size) {
       for (int64_t i = 0; i < width; i += 64) __builtin_prefetch(out + i, 1, 3);
     }
   }
 
-  const LinearParams& p_;
+  const Product& p_;
   const LinearPlan& plan_;
   const float* a_;
   int64_t lda_;
 };
 
-}  // namespace
-
-const char* linear(const LinearParams& p) {
+const char* multiply(const Product& p) {
   if (p.num_tokens == 0 || p.out_features == 0) return nullptr;
 #if defined(PE_SIMD_AMX)
   if (p.dtype == DType::kBF16 && p.weight_dtype == DType::kBF16) return bf16_linear(p);
@@ -239,6 +253,13 @@ const char* linear(const LinearParams& p) {
     });
   });
 }
+
+}  // namespace
+
+const char* linear(const LinearParams& p) { return multiply({{p, {}}, false}); }
+#if !defined(PE_SIMD_AMX)
+const char* gated_linear(const GatedLinearParams& p) { return multiply({p, true}); }
+#endif
 
 }  // namespace PE_ISA
 }  // namespace pyengine::cpu

@@ -48,7 +48,7 @@ struct PackedRowsArgs {
   bool add;          // to c, or overwrite it
   const char* next;  // what to bring closer meanwhile, for each kSteps of k a cache line at each of `places` places
   int64_t apart;     // bytes from a place to the next one
-  int places;        // 0, 2, 4 or 8
+  int places;        // 0, 2, 3 or 4
 };
 
 struct PackedRowsTile {
@@ -69,11 +69,11 @@ struct PackedRowsTile {
       case 2:
         accumulate<MR, 2>(acc, args);
         break;
-      case 4:
-        accumulate<MR, 4>(acc, args);
+      case 3:
+        accumulate<MR, 3>(acc, args);
         break;
       default:
-        accumulate<MR, 8>(acc, args);
+        accumulate<MR, 4>(acc, args);
     }
     store_tile(acc, args.c, kPanel);
   }
@@ -141,7 +141,7 @@ void pack_rows(const In* rows, int64_t stride, int num_rows, int count, float* o
 
 // out: the row tiles of the input after one another, each [in_features, rows]
 template <class In>
-void pack_input(const LinearParams& p, const RowTiles& tiles, float* out) {
+void pack_input(const Product& p, const RowTiles& tiles, float* out) {
   constexpr int64_t kSerialLimit = 16 * 1024;  // values; below, a second thread would be no faster
   const auto pack_tile = [&](int64_t tile, int) {
     const int64_t row = tiles.first_row(static_cast<int>(tile));
@@ -168,14 +168,15 @@ struct PackedPlan {
   int block_tiles, num_blocks;  // row tiles of a unit of work
   int num_panels, unit_panels, units_per_block;
 
-  explicit PackedPlan(const LinearParams& p) : tiles(p.num_tokens) {
+  explicit PackedPlan(const Product& p) : tiles(p.num_tokens) {
     depth = divide_up(p.in_features, divide_up(p.in_features, kDepth));
     const int64_t fit = kBlockFloats / (int64_t{p.in_features} * tiles.max_rows());
     num_blocks = divide_up(tiles.count, fit < 2 ? 2 : fit < kTiles ? static_cast<int>(fit) : kTiles);
     block_tiles = divide_up(tiles.count, num_blocks);
-    num_panels = divide_up(p.out_features, kPanel);
-    const int64_t fair = int64_t{num_panels} * num_blocks / (kUnitsPerThread * num_threads);
-    unit_panels = static_cast<int>(fair < 1 ? 1 : fair < num_panels ? fair : num_panels);
+    const int together = p.panels_per_output();
+    num_panels = divide_up(p.out_features, kPanel) * together;
+    const int64_t fair = int64_t{num_panels} * num_blocks / (kUnitsPerThread * num_threads) / together * together;
+    unit_panels = static_cast<int>(fair < together ? together : fair < num_panels ? fair : num_panels);
     units_per_block = divide_up(num_panels, unit_panels);
   }
   int64_t num_units() const { return int64_t{units_per_block} * num_blocks; }
@@ -188,7 +189,7 @@ template <class W>
 class PackedUnit {
  public:
   // a: row tiles after one another, each [in_features, rows]
-  PackedUnit(const LinearParams& params, const PackedPlan& plan, const float* a) : p_(params), plan_(plan), a_(a) {}
+  PackedUnit(const Product& params, const PackedPlan& plan, const float* a) : p_(params), plan_(plan), a_(a) {}
 
   template <class Out, class In>
   void run(int64_t unit) const {
@@ -206,7 +207,8 @@ class PackedUnit {
  private:
   struct RowBlock {
     int first_tile, end_tile;
-    float* c;     // [rows, 16]
+    float* c;  // [rows, 16]; gated: [2, rows, 16], the gate's first
+    int num_rows;
     float* wide;  // [depth, 16]: a part of a panel of half precision, widened
   };
 
@@ -214,8 +216,9 @@ class PackedUnit {
     const int first_tile = block * plan_.block_tiles, end = first_tile + plan_.block_tiles;
     const int end_tile = end < plan_.tiles.count ? end : plan_.tiles.count;
     const int rows = plan_.tiles.first_row(end_tile) - plan_.tiles.first_row(first_tile);
-    float* c = static_cast<float*>(thread_scratch((rows + plan_.depth) * kPanel * sizeof(float)));
-    return {first_tile, end_tile, c, c + rows * kPanel};
+    const int sums = rows * p_.panels_per_output();
+    float* c = static_cast<float*>(thread_scratch((sums + plan_.depth) * kPanel * sizeof(float)));
+    return {first_tile, end_tile, c, rows, c + sums * kPanel};
   }
 
   int first_panel(int64_t unit) const { return static_cast<int>(unit % plan_.units_per_block) * plan_.unit_panels; }
@@ -225,20 +228,24 @@ class PackedUnit {
 
   template <class Out, class In>
   void multiply_panel(int panel, int next_panel, const RowBlock& rows) const {
+    // A gate's sums wait for those of the panel that follows it.
+    const bool gates = p_.gated && panel % 2 == 0;
+    const int column = panel / p_.panels_per_output() * kPanel;
     for (int k0 = 0; k0 < p_.in_features; k0 += plan_.depth) {
       const int k = p_.in_features - k0 < plan_.depth ? p_.in_features - k0 : plan_.depth;
       const W* next = k0 + k < p_.in_features ? panel_at(panel, k0 + k) : next_panel >= 0 ? panel_at(next_panel, 0) : nullptr;
       const float* b = widened(panel_at(panel, k0), k, rows.wide);
-      float* c = rows.c;
+      const float* gate = rows.c;
+      float* c = rows.c + (p_.gated && !gates ? rows.num_rows * kPanel : 0);
       for (int tile = rows.first_tile; tile < rows.end_tile; tile++) {
         const int row = plan_.tiles.first_row(tile), count = plan_.tiles.rows_of(tile);
-        const bool finished = k0 + k == p_.in_features;
-        if (finished) fetch_output<Out>(row, count, panel);
+        const bool finished = k0 + k == p_.in_features && !gates;
+        if (finished) fetch_output<Out>(row, count, column);
         PackedRowsArgs args = {a_ + int64_t{row} * p_.in_features + int64_t{k0} * count, b, k, c, k0 > 0, nullptr, 0, 0};
         fetch_next(next, tile - rows.first_tile, rows.end_tile - rows.first_tile, args);
         with_rows<PackedRowsTile, 1, 1, kMaxRows>(count, args);
-        if (finished) write_tile<Out, In>(c, row, count, panel);
-        c += count * kPanel;
+        if (finished) write_tile<Out, In>(c, gate, row, count, column);
+        c += count * kPanel, gate += count * kPanel;
       }
     }
   }
@@ -253,9 +260,10 @@ class PackedUnit {
   }
 
   // A tile's share of the next part of a panel, which is cut into as many runs as there are places: the few first tiles fetch
-  // all of it.
+  // all of it. A tile alone fetches the first half of each run, and leaves the others to the processor, which fetches what is
+  // read in order: the two together give more than either.
   static void fetch_next(const W* next, int tile, int num_tiles, PackedRowsArgs& args) {
-    const int places = num_tiles >= 4 ? 2 : num_tiles >= 2 ? 4 : 8;
+    const int places = num_tiles >= 4 ? 2 : num_tiles == 3 ? 3 : 4;
     const int run_lines = args.k * kPanel * static_cast<int>(sizeof(W)) / 64 / places;
     const int first = tile * (args.k / PackedRowsTile::kSteps);
     if (next == nullptr || first >= run_lines) return;
@@ -265,26 +273,33 @@ class PackedUnit {
   }
 
   template <class Out>
-  void fetch_output(int row, int count, int panel) const {
-    const Out* out = static_cast<const Out*>(p_.out) + row * p_.out_stride + panel * kPanel;
+  void fetch_output(int row, int count, int column) const {
+    const Out* out = static_cast<const Out*>(p_.out) + row * p_.out_stride + column;
     for (int r = 0; r < count; r++, out += p_.out_stride) __builtin_prefetch(out, 1, 3);
   }
 
+  // c, and where gated the gate's sums: [count, 16]
   template <class Out, class In>
-  void write_tile(const float* c, int row, int count, int panel) const {
+  void write_tile(const float* c, const float* gate, int row, int count, int column) const {
     Out* out = static_cast<Out*>(p_.out) + row * p_.out_stride;
-    for (int r = 0; r < count; r++, c += kPanel, out += p_.out_stride) {
-      write_row(c, static_cast<const In*>(p_.bias), panel * kPanel, p_.out_features, out);
+    for (int r = 0; r < count; r++, c += kPanel, gate += kPanel, out += p_.out_stride) {
+      if constexpr (std::is_same_v<Out, float> && std::is_same_v<In, float>) {
+        if (p_.gated) {
+          write_gated_row(p_, gate, c, column, out);
+          continue;
+        }
+      }
+      write_row(c, static_cast<const In*>(p_.bias), column, p_.out_features, out);
     }
   }
 
-  const LinearParams& p_;
+  const Product& p_;
   const PackedPlan& plan_;
   const float* a_;
 };
 
 // For more than kFewRows rows.
-inline const char* packed_linear(const LinearParams& p) {
+inline const char* packed_linear(const Product& p) {
   const PackedPlan plan(p);
   float* packed = static_cast<float*>(shared_scratch(int64_t{p.num_tokens} * p.in_features * sizeof(float)));
   return with_float_type(p.dtype, [&](auto in) -> const char* {
