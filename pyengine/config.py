@@ -29,6 +29,7 @@ CHECKPOINT_QUANTIZATIONS = ("gptq", "awq", "fp8", "compressed-tensors")
 #: What `quantization` may be. gguf: the file's own blocks; int8, int4: blocks made from plain weights at load.
 QUANTIZATIONS = ("none", "gguf", "int8", "int4", *CHECKPOINT_QUANTIZATIONS)
 GIB = 1024**3
+MAX_NUM_THREADS = 1024  # of the CPU kernels' pool: csrc/cpu/thread_pool.h
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +81,8 @@ class EngineArgs:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(name, f"must be a positive integer, got {value!r}")
+        if self.num_threads is not None and self.num_threads > MAX_NUM_THREADS:
+            raise ConfigError("num_threads", f"must be {MAX_NUM_THREADS} at most, got {self.num_threads}")
         for name in ("swap_space", "gpu_memory_utilization", "target_itl_ms"):
             value = getattr(self, name)
             is_missing = value is None and name != "swap_space"

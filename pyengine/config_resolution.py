@@ -162,7 +162,10 @@ def _resolve_token_budget(args: EngineArgs, device: ResolvedDevice, max_model_le
             )
         budget = max(budget, max_model_len)
     if budget < args.max_num_seqs and args.max_num_batched_tokens is not None:
-        raise ConfigError("max_num_batched_tokens", f"{budget} must be max_num_seqs={args.max_num_seqs} or more")
+        raise ConfigError(
+            "max_num_batched_tokens",
+            f"{budget} tokens are fewer than the {args.max_num_seqs} sequences of a step; set max_num_seqs to {budget} or less",
+        )
     return max(budget, args.max_num_seqs)
 
 
