@@ -11,6 +11,7 @@ import pytest
 import torch
 from native import ROOT, compile_cpp, run_program
 
+from pyengine.config import MAX_NUM_THREADS
 from pyengine.ops import get_ops, load_core
 
 SOURCES = [
@@ -27,6 +28,11 @@ def test_pool_under_stress(tmp_path: Path) -> None:
 def test_pool_has_no_data_race(tmp_path: Path) -> None:
     program = compile_cpp(tmp_path / "thread_pool_test", SOURCES, ["-fsanitize=thread"])
     run_program(program, "no-fork")
+
+
+def test_the_configuration_knows_the_limit() -> None:
+    with pytest.raises(ValueError, match=f"between 1 and {MAX_NUM_THREADS}, not {MAX_NUM_THREADS + 1}"):
+        load_core().set_num_threads(MAX_NUM_THREADS + 1)
 
 
 def results(x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:

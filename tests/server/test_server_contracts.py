@@ -10,7 +10,7 @@ from dataclasses import fields
 import pytest
 from server_process import ROOT
 
-from pyengine.config import EngineArgs
+from pyengine.config import MAX_NUM_THREADS, EngineArgs
 from pyengine.engine.async_engine import AsyncLLMEngine
 from pyengine.errors import ConfigError
 from pyengine.server.engine_client import EngineClient
@@ -93,6 +93,7 @@ def test_rule_15_default_flags_bind_to_loopback() -> None:
         ("--watchdog-timeout", "0"),
         ("--watchdog-timeout", "nan"),
         ("--max-num-seqs", "0"),
+        ("--num-threads", str(MAX_NUM_THREADS + 1)),
         ("--gpu-memory-utilization", "nan"),
     ],
 )
