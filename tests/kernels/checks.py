@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyengine.ops import Ops
+
 #: (atol, rtol) of an attention output against float64, by the query's type.
 ATTENTION_TOLERANCE = {
     torch.float32: (3e-5, 1e-5),
@@ -76,3 +78,18 @@ def strided_rows(rows: int, columns: int, dtype: torch.dtype, padding: int) -> T
     view = whole[:, :columns]
     view.copy_(torch.randn(rows, columns))
     return view
+
+
+def activated(ops: Ops, products: Tensor, activation: str) -> Tensor:
+    """What the activation makes of the products of gate and up: fp32 [rows, 2 n] -> [rows, n]."""
+    out = poison(products.shape[0], products.shape[1] // 2, dtype=products.dtype)
+    if activation == "silu":
+        ops.silu_and_mul(out, products)
+    else:
+        ops.gelu_and_mul(out, products, True)
+    return out
+
+
+def turn_about(gate: Tensor, up: Tensor, panel: int = 16) -> Tensor:
+    """gate, up [n, ...] -> [2 n, ...]: a panel of the gate's rows, one of up's, and so on."""
+    return torch.stack([gate.unflatten(0, (-1, panel)), up.unflatten(0, (-1, panel))], 1).flatten(0, 2)

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from planting import plant
 
 ROOT = Path(__file__).parents[2]
 CACHE = ROOT / "build" / "emulation-tests"
@@ -104,10 +105,7 @@ def build_mutant(folder: Path, changes: Mapping[str, tuple[str, str]], units: Se
     tree = folder / "tree"
     shutil.copytree(ROOT / "csrc", tree / "csrc")
     for name, (old, new) in changes.items():
-        path = tree / name
-        text = path.read_text()
-        assert text.count(old) == 1, f"{name} has {text.count(old)} times: {old}"
-        path.write_text(text.replace(old, new))
+        plant(tree / name, old, new)
     own_flags = _units()
     with ThreadPoolExecutor(2) as pool:
         jobs = [pool.submit(_compile, tree, u, _flags(u, own_flags[u], sanitizer)) for u in units]

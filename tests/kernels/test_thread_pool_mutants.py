@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from native import ROOT, compile_cpp
+from planting import plant
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -51,10 +52,7 @@ def build(folder: Path, mutant: Mutant | None) -> Path:
     for part in ("csrc/cpu", "tests/csrc"):
         shutil.copytree(ROOT / part, folder / part)
     if mutant is not None:
-        path = folder / "csrc" / "cpu" / mutant.file
-        source = path.read_text()
-        assert source.count(mutant.old) == 1, "the planted bug no longer fits its source"
-        path.write_text(source.replace(mutant.old, mutant.new))
+        plant(folder / "csrc" / "cpu" / mutant.file, mutant.old, mutant.new)
     sources = ["tests/csrc/thread_pool_test.cpp", "csrc/cpu/thread_pool.cpp", "csrc/cpu/scratch.cpp"]
     return compile_cpp(folder / "thread_pool_test", [folder / source for source in sources])
 
