@@ -113,13 +113,14 @@ def test_profile_accounts_for_every_kernel(
     run_benchmark("profile_step", "--out", tmp_path, "--repack", repack, *sizes)
     report = json.loads((tmp_path / "profile.json").read_text())
     assert [step["name"] for step in report["steps"]] == ["decode, batch 3", "prefill of 40"]
-    for step, tokens in zip(report["steps"], (3, 40), strict=True):
+    # The last layer computes only the rows whose logits are wanted: each sequence's last.
+    for step, rows_of_all_layers in zip(report["steps"], (30 * 3, 29 * 40 + 1), strict=True):
         rows = {row["kernel"]: row for row in step["kernels"]}
         assert sum(row["share_of_step"] for row in rows.values()) == pytest.approx(1)
         down = rows[kernel]
         assert down["calls"] == rows["paged_attention"]["calls"] == 30
-        assert down["operations"] == 30 * operations * tokens * 1536 * 576
-        assert down["bytes"] == 30 * (weight_bytes + tokens * 4 * (1536 + 576))
+        assert down["operations"] == rows_of_all_layers * operations * 1536 * 576
+        assert down["bytes"] == 30 * weight_bytes + rows_of_all_layers * 4 * (1536 + 576)
     assert report["steps"][0]["engine"]["step_seconds"] > 0
     assert report["steps"][1]["engine"] is None
     assert (tmp_path / "profile.png").stat().st_size > 1000
