@@ -92,6 +92,7 @@ class AsyncLLMEngine:
         priority: int = 0,
         cache_salt: str | None = None,
         tenant: str | None = None,
+        max_output_tokens: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """One request's outputs, as `params.output_kind` asks; a reader that is late gets several in one.
 
@@ -117,6 +118,7 @@ class AsyncLLMEngine:
                 priority=priority,
                 cache_salt=cache_salt,
                 tenant=tenant,
+                max_output_tokens=max_output_tokens,
                 arrival_time=arrival_time,
             )
             source = await stream.loop.run_in_executor(self._tokenizer_pool, process)

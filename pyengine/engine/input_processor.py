@@ -88,6 +88,7 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str | None = None,
         tenant: str | None = None,
+        max_output_tokens: int | None = None,
         arrival_time: float | None = None,
     ) -> ProcessedInput:
         """Check a request and tokenise its prompt.
@@ -99,6 +100,7 @@ class InputProcessor:
             priority: with the policy "priority", lower runs first.
             cache_salt: only requests of the same salt share cached prefixes.
             tenant: whom to account the request to.
+            max_output_tokens: where a choice without max_tokens ends, if the model or the pool does not end it before.
             arrival_time: seconds of `time.monotonic`; now by default.
 
         Raises:
@@ -137,7 +139,7 @@ class InputProcessor:
             stops=StopAutomaton(params.stop) if params.stop else None,
             stop_token_ids=stop_token_ids,
             bad_words_token_ids=bad_words_token_ids,
-            max_total_tokens=self._max_total_tokens(prompt_field(prompt), len(token_ids), params.max_tokens),
+            max_total_tokens=self._max_total_tokens(prompt_field(prompt), len(token_ids), params.max_tokens, max_output_tokens),
             arrival_time=arrival_time,
             priority=priority,
             cache_salt=cache_salt,
@@ -252,8 +254,11 @@ class InputProcessor:
                     found.setdefault(tuple(self._check_token_ids("bad_words", ids)))
         return list(map(list, found))
 
-    def _max_total_tokens(self, field: str, num_prompt_tokens: int, max_tokens: int | None) -> int:
-        """Longest that the sequence may become, refusing what fits neither the model nor the pool: never clamped."""
+    def _max_total_tokens(
+        self, field: str, num_prompt_tokens: int, max_tokens: int | None, max_output_tokens: int | None
+    ) -> int:
+        """Longest that the sequence may become. What a client asks for and fits neither the model nor the pool is refused and
+        never clamped; `max_output_tokens`, which no client asked for, only ends the output of one that set no limit."""
         wanted = num_prompt_tokens + (1 if max_tokens is None else max_tokens)
         have = f"the prompt has {num_prompt_tokens} tokens"
         if max_tokens is not None:
@@ -263,7 +268,10 @@ class InputProcessor:
             raise InvalidRequestError(field, f"{have}; max_model_len is {self._max_model_len}")
         if wanted > self._pool_tokens:
             raise InvalidRequestError(field, f"{have}; the KV pool holds {self._pool_tokens} tokens")
-        return min(self._max_model_len, self._pool_tokens) if max_tokens is None else wanted
+        if max_tokens is not None:
+            return wanted
+        room = min(self._max_model_len, self._pool_tokens)
+        return room if max_output_tokens is None else min(room, num_prompt_tokens + max_output_tokens)
 
 
 def _check_text(field: str, value: Any, *, empty: bool = False) -> str:

@@ -78,6 +78,7 @@ def generation_call(
         tenant=headers.tenant(sent),
         trace_context=headers.trace_context(sent),
         echo=message.echo,
+        has_own_limit=message.sampling.HasField("max_tokens"),
     )
 
 

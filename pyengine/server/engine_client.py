@@ -43,8 +43,11 @@ class EngineClient(Protocol):
         priority: int = 0,
         cache_salt: str | None = None,
         tenant: str | None = None,
+        max_output_tokens: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """One request's outputs, as `params.output_kind` asks. Closing the generator aborts the request.
+
+        A choice without `params.max_tokens` ends after `max_output_tokens`, or where model and memory end it before.
 
         Raises:
             PyEngineError: at the first or any later output.

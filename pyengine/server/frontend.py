@@ -50,6 +50,7 @@ class GenerationCall:
     cache_salt: str | None
     tenant: str | None  # that the caller claims; `Tenancy.account` says whether it is believed
     echo: bool
+    has_own_limit: bool = True  # params.max_tokens is what the client wrote, and no default of the API's
     trace_context: Mapping[str, str] | None = None  # traceparent and tracestate, where the request has them
 
 
@@ -199,7 +200,7 @@ class Frontend:
         """
         last: RequestOutput | None = None
         failure: Exception | None = None
-        call = replace(self.tenancy.account(call), params=self._limited(call.params))
+        call = replace(self.tenancy.account(call), params=self._limited(call))
         stream = self.engine.generate(
             call.prompt,
             call.params,
@@ -207,6 +208,7 @@ class Frontend:
             priority=call.priority,
             cache_salt=call.cache_salt,
             tenant=call.tenant,
+            max_output_tokens=self._max_output_tokens,
         )
         record = RequestRecord(call)
         try:
@@ -228,13 +230,18 @@ class Frontend:
             for observe in self._observers:
                 observe(record)
 
-    def _limited(self, params: SamplingParams) -> SamplingParams:
-        limit = self._max_output_tokens
-        if limit is None or (params.max_tokens is not None and params.max_tokens <= limit):
+    def _limited(self, call: GenerationCall) -> SamplingParams:
+        """Refuses what a client asks for beyond max_output_tokens. Where it sets no limit, the engine keeps to the server's."""
+        params, limit = call.params, self._max_output_tokens
+        if limit is None:
             return params
-        if params.max_tokens is not None:
-            raise InvalidRequestError("max_tokens", f"is {params.max_tokens}; this server generates at most {limit}")
-        return params.replace(max_tokens=limit)
+        asked = {"min_tokens": params.min_tokens, "max_tokens": params.max_tokens if call.has_own_limit else None}
+        for field, value in asked.items():
+            if value is not None and value > limit:
+                raise InvalidRequestError(field, f"is {value}; this server generates at most {limit}")
+        if params.max_tokens is not None and params.max_tokens > limit:
+            return params.replace(max_tokens=limit)
+        return params
 
     async def final_output(self, call: GenerationCall) -> RequestOutput:
         """The last output of an admitted call; raises as `outputs`."""

@@ -88,6 +88,15 @@ async def test_many_streams_at_once() -> None:
 
 
 @run_async
+async def test_a_cap_of_the_output_ends_what_has_no_limit_of_its_own() -> None:
+    async with started() as (engine, _):
+        for max_tokens, expected in ((None, 5), (3, 3)):
+            params = SamplingParams(max_tokens=max_tokens, output_kind=FINAL_ONLY)
+            (output,) = await collect(engine, "r", params, max_output_tokens=5)
+            assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (expected, "length")
+
+
+@run_async
 async def test_a_slow_reader_gets_merged_deltas() -> None:
     text = "the cat 😀 and the harbour " * 4
     tokenizer = sample_tokenizers.byte_level()

@@ -123,6 +123,19 @@ def test_too_long_for_the_model_is_refused_with_both_numbers() -> None:
     assert made.process("r", TokensPrompt([5] * 255), SamplingParams(max_tokens=None)).max_total_tokens == 256
 
 
+@pytest.mark.parametrize(("num_blocks", "room"), [(100, 256), (3, 48)])
+def test_a_cap_of_the_output_refuses_nothing_and_ends_what_has_no_limit(num_blocks: int, room: int) -> None:
+    made, endless = processor(num_kv_blocks=num_blocks), SamplingParams(max_tokens=None)
+
+    def end(num_prompt_tokens: int, params: SamplingParams = endless) -> int:
+        return made.process("r", TokensPrompt([5] * num_prompt_tokens), params, max_output_tokens=20).max_total_tokens
+
+    assert [end(4), end(room - 20), end(room - 19), end(room - 1)] == [24, room, room, room]
+    assert end(4, SamplingParams(max_tokens=30)) == 34, "who sets a limit has been checked already"
+    message = refuse(TokensPrompt([5] * room), "prompt_token_ids", made, endless, max_output_tokens=20)
+    assert f"the prompt has {room} tokens; " in message
+
+
 def test_text_that_cannot_fit_is_refused_before_it_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
     made = processor(num_kv_blocks=100)
     longest = max(map(len, TOKENIZER.get_vocab()))

@@ -54,6 +54,7 @@ class FakeRequest:
     cache_salt: str | None
     tenant: str | None
     prompt_token_ids: list[int]
+    max_output_tokens: int | None = None
     is_aborted: bool = False
     woken: asyncio.Event = field(default_factory=asyncio.Event)
     num_pulled: int = 0  # outputs that the server has taken
@@ -75,7 +76,8 @@ def output(request: FakeRequest, choices: list[CompletionOutput], *, finished: b
 def count_up(request: FakeRequest) -> Iterator[RequestOutput | Exception]:
     """Tokens 10, 11, ... for each choice until max_tokens; as deltas, or all in one final output."""
     params = request.params
-    length = params.max_tokens or MAX_MODEL_LEN - len(request.prompt_token_ids)
+    room = MAX_MODEL_LEN - len(request.prompt_token_ids)
+    length = params.max_tokens or min(room, request.max_output_tokens or room)
     ids = [10 + i % 500 for i in range(length)]
     if params.output_kind is RequestOutputKind.FINAL_ONLY:
         yield output(request, [_choice(request, c, ids, "length") for c in range(params.n)], finished=True, num_cached_tokens=2)
@@ -141,9 +143,10 @@ class FakeEngine:
         priority: int = 0,
         cache_salt: str | None = None,
         tenant: str | None = None,
+        max_output_tokens: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         ids = self._check(prompt, params)
-        request = FakeRequest(request_id, prompt, params, priority, cache_salt, tenant, ids)
+        request = FakeRequest(request_id, prompt, params, priority, cache_salt, tenant, ids, max_output_tokens)
         if request_id != "warm-up":
             self.requests.append(request)
         self.running[request_id] = request

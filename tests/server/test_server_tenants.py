@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+from fake_engine import MAX_MODEL_LEN
 from running_server import RunningServer, wait_until
 
 from pyengine.config import EngineArgs
@@ -39,9 +40,11 @@ def bearer(name: str, **headers: str) -> dict[str, str]:
     return {"authorization": f"Bearer {KEYS[name]}"} | {key.replace("_", "-"): value for key, value in headers.items()}
 
 
-def post(server: RunningServer, headers: dict[str, str], **body: Any) -> tuple[int, dict[str, Any], dict[str, str]]:
-    data = json.dumps({"prompt": "a", "max_tokens": 2} | body).encode()
-    request = urllib.request.Request(f"{server.base_url}/v1/completions", data, headers)
+def post(
+    server: RunningServer, headers: dict[str, str], path: str = "/v1/completions", **body: Any
+) -> tuple[int, dict[str, Any], dict[str, str]]:
+    data = json.dumps(({"prompt": "a", "max_tokens": 2} if path == "/v1/completions" else {}) | body).encode()
+    request = urllib.request.Request(server.base_url + path, data, headers)
     try:
         with urllib.request.urlopen(request, timeout=60) as response:
             return response.status, json.load(response), dict(response.headers)
@@ -158,6 +161,26 @@ def test_a_limit_of_output_tokens_on_both_ports(start_server: Callable[..., Runn
     unlimited = pb.GenerateRequest(text="a", sampling=pb.SamplingParams(max_tokens=-1))
     assert len(server.stub.Complete(unlimited, timeout=60).choices[0].token_ids) == 20
     assert post(server, {}, max_tokens=20)[1]["usage"]["completion_tokens"] == 20
+
+
+def test_no_limit_of_output_tokens_refuses_a_request_that_sets_none(start_server: Callable[..., RunningServer]) -> None:
+    """A long prompt has less room than the server's limit, and is answered all the same."""
+    server = start_server(http_port=0, max_output_tokens=20)
+    ids = [5] * (MAX_MODEL_LEN - 7)
+    unlimited = pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids), sampling=pb.SamplingParams(max_tokens=-1))
+    assert len(server.stub.Complete(unlimited, timeout=60).choices[0].token_ids) == 7
+    chat = {"messages": [{"role": "user", "content": "a" * len(ids)}]}
+    assert post(server, {}, "/v1/chat/completions", **chat)[1]["usage"]["completion_tokens"] == 7
+    status, answer, _ = post(server, {}, "/v1/chat/completions", **chat, min_tokens=21)
+    assert (status, answer["error"]["param"]) == (400, "min_tokens")
+
+
+def test_a_limit_of_output_tokens_below_the_apis_default(start_server: Callable[..., RunningServer]) -> None:
+    """Nobody is refused for the 16 tokens of a completion that does not say how many it wants."""
+    server = start_server(http_port=0, max_output_tokens=10)
+    assert post(server, {}, max_tokens=None)[1]["usage"]["completion_tokens"] == 10
+    assert len(server.stub.Complete(pb.GenerateRequest(text="a"), timeout=60).choices[0].token_ids) == 10
+    assert post(server, {}, max_tokens=16)[0] == 400
 
 
 def tenant_figures(server: RunningServer) -> dict[str, float]:

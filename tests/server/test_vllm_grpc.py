@@ -10,12 +10,12 @@ import struct
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
 import pytest
-from fake_engine import FakeRequest, output
+from fake_engine import MAX_MODEL_LEN, FakeRequest, output
 from running_server import RunningServer, wait_until
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc as rpc
@@ -82,6 +82,20 @@ def test_unset_fields_mean_the_documented_defaults(server: RunningServer) -> Non
         expected,
         expected.replace(output_kind=RequestOutputKind.DELTA),
     ]
+
+
+def test_the_servers_limit_of_output_tokens_ends_what_has_no_limit(start_server: Callable[..., RunningServer]) -> None:
+    server = start_server(max_output_tokens=20)
+    for room, expected in ((100, 20), (7, 7)):
+        long = pb.TokenizedInput(input_ids=[5] * (MAX_MODEL_LEN - room))
+        assert generate(server, tokenized=long)[0].complete.completion_tokens == expected
+    refused = stub_of(server).Generate(
+        pb.GenerateRequest(tokenized=TOKENS, sampling_params=pb.SamplingParams(max_tokens=21)), timeout=60
+    )
+    assert status_of(refused) == (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "max_tokens: is 21; this server generates at most 20",
+    )
 
 
 def test_every_sampling_field_reaches_the_engine(server: RunningServer) -> None:

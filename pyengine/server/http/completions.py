@@ -44,6 +44,7 @@ def completion(body: CompletionRequest, sent: Mapping[str, str], frontend: Front
             tenant=headers.tenant(sent),
             trace_context=headers.trace_context(sent),
             echo=bool(body.echo),
+            has_own_limit=body.max_tokens is not None,
         )
         for i, prompt in enumerate(prompts)
     ]
