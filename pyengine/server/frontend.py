@@ -8,9 +8,9 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from pyengine.errors import (
-    DeadlineExceededError,
     EngineDeadError,
     InvalidRequestError,
     NotFoundError,
@@ -22,6 +22,7 @@ from pyengine.errors import (
 from pyengine.inputs import Prompt
 from pyengine.outputs import RequestOutput
 from pyengine.sampling_params import SamplingParams
+from pyengine.server.deadline import Deadline
 from pyengine.server.engine_client import EngineClient
 from pyengine.server.logs import REQUEST_ID
 from pyengine.server.request_record import RequestRecord
@@ -52,6 +53,11 @@ class GenerationCall:
     echo: bool
     has_own_limit: bool = True  # params.max_tokens is what the client wrote, and no default of the API's
     trace_context: Mapping[str, str] | None = None  # traceparent and tracestate, where the request has them
+
+
+class _InFlight(NamedTuple):
+    tenant: str | None
+    deadline: Deadline
 
 
 class Frontend:
@@ -91,7 +97,7 @@ class Frontend:
         self._max_output_tokens = max_output_tokens
         self._on_engine_dead = on_engine_dead
         self._serving_engine: EngineClient | None = None
-        self._active: dict[str, str | None] = {}  # request ids, and their tenants
+        self._active: dict[str, _InFlight] = {}  # by request id
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -142,7 +148,7 @@ class Frontend:
 
     async def abort(self, request_id: str) -> bool:
         """Abort a request of the caller's own tenant, or of any if its key is trusted; say whether there was such a request."""
-        if request_id in self._active and not self.tenancy.may_touch(self._active[request_id]):
+        if request_id in self._active and not self.tenancy.may_touch(self._active[request_id].tenant):
             return False
         return await self.engine.abort(request_id)
 
@@ -172,6 +178,7 @@ class Frontend:
         Raises:
             OverloadedError: there are max_concurrent_requests already, or as many as their tenant may have.
             InvalidRequestError: a request of one of the ids is in flight, or they are said to be of an unknown tenant.
+            DeadlineExceededError: they took longer than request_timeout, what the body sends to their client included.
         """
         request_ids = [call.request_id for call in calls]
         REQUEST_ID.set(", ".join(request_ids[:4]))
@@ -181,11 +188,13 @@ class Frontend:
         for request_id in request_ids:
             if request_id in self._active:
                 raise InvalidRequestError("request_id", f"{request_id!r} is in flight already")
+        deadline = Deadline(self._request_timeout)
         with self.tenancy.admitted(calls, self.engine.config.scheduler.max_num_seqs):
-            self._active |= {call.request_id: self.tenancy.account(call).tenant for call in calls}
+            self._active |= {call.request_id: _InFlight(self.tenancy.account(call).tenant, deadline) for call in calls}
             self._idle.clear()
             try:
-                yield
+                with deadline:
+                    yield
             finally:
                 for request_id in request_ids:
                     del self._active[request_id]
@@ -200,6 +209,7 @@ class Frontend:
         """
         last: RequestOutput | None = None
         failure: Exception | None = None
+        deadline = self._active[call.request_id].deadline
         call = replace(self.tenancy.account(call), params=self._limited(call))
         stream = self.engine.generate(
             call.prompt,
@@ -212,7 +222,7 @@ class Frontend:
         )
         record = RequestRecord(call)
         try:
-            async with aclosing(stream if self._request_timeout is None else _within(stream, self._request_timeout)) as outputs:
+            async with aclosing(stream) as outputs:
                 async for output in outputs:
                     failure = failure or _failure_of(output)
                     last = output
@@ -223,7 +233,7 @@ class Frontend:
             if last is None or not last.finished:
                 raise RuntimeError("the engine's outputs ended before the request did")
         except BaseException as error:
-            record.error = error
+            record.error = deadline.error or error  # which closes or cancels this generator
             raise
         finally:
             record.ended = time.monotonic()
@@ -256,22 +266,6 @@ class Frontend:
         """The text of a prompt that came as token ids."""
         if output.prompt is None and self.engine.has_tokenizer:
             output.prompt = await self.engine.detokenize(output.prompt_token_ids)
-
-
-async def _within(stream: AsyncGenerator[RequestOutput, None], seconds: float) -> AsyncGenerator[RequestOutput, None]:
-    """The stream's outputs until that many seconds from now."""
-    deadline = time.monotonic() + seconds
-    async with aclosing(stream):
-        while True:
-            try:
-                output = await asyncio.wait_for(anext(stream), deadline - time.monotonic())
-            except StopAsyncIteration:
-                return
-            except asyncio.TimeoutError:
-                raise DeadlineExceededError(
-                    f"the request took longer than {seconds:g} s, which is all that the server allows"
-                ) from None
-            yield output
 
 
 def _failure_of(output: RequestOutput) -> Exception | None:

@@ -74,32 +74,6 @@ def test_rule_5_a_client_that_is_gone_frees_its_request(start_server: Callable[.
     assert server.works()
 
 
-def test_slow_readers_hold_their_streams_back(start_server: Callable[..., RunningServer]) -> None:
-    """A client that does not read stops its own stream, so that nothing piles up for it; and its end is noticed."""
-
-    def large(request: FakeRequest) -> Iterator[RequestOutput | Exception]:
-        for output in count_up(request):
-            assert isinstance(output, RequestOutput)
-            output.outputs[0].text = "x" * 2**16
-            yield output
-
-    server = start_server(FakeEngine(large), http_port=0)
-    with socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        host, port = server.server.http_ports["http"].address.split(":")
-        client.connect((host, int(port)))
-        body = json.dumps({"prompt": "a", "max_tokens": 250, "stream": True})
-        client.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
-        wait_until(lambda: bool(server.engine.running))
-        (request,) = server.engine.running.values()
-        seen = -1
-        while seen != request.num_pulled:  # until it stands still
-            seen = request.num_pulled
-            server.run(asyncio.sleep(0.3))
-        assert 0 < seen < 250
-    wait_until(lambda: is_idle(server))
-
-
 def test_the_bounded_queue_is_shared_with_grpc(start_server: Callable[..., RunningServer]) -> None:
     server = start_server(http_port=0, max_concurrent_requests=3)
     server.engine.hold = 0
