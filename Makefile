@@ -1,6 +1,7 @@
 # Two commands do everything on a fresh machine: `make serve` and `make test`.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
@@ -21,9 +22,13 @@ CXX_SOURCES = $(shell git ls-files -co --exclude-standard 'csrc/*.cpp' 'csrc/*.h
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
+# An installed torch stays, then a wheel at hand (PIP_FIND_LINKS) is taken, then without an NVIDIA GPU the CPU build: PyPI's
+# brings gigabytes of CUDA.
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -q --upgrade pip $(BUILD_TOOLS)
+	$(PIP) show -q torch 2>/dev/null || $(PIP) install -q --no-index --no-deps '$(TORCH)' 2>/dev/null \
+	  || command -v nvidia-smi >/dev/null || $(PIP) install '$(TORCH)' --extra-index-url $(TORCH_CPU_INDEX)
 	$(PY) -c 'import torch' 2>/dev/null || $(PIP) install '$(TORCH)'
 	touch $@
 

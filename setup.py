@@ -23,8 +23,14 @@ def require_torch() -> None:
         )
 
 
+def find_nvcc() -> str | None:
+    """CUDACXX, or nvcc from PATH or where the toolkit puts it."""
+    usual = Path("/usr/local/cuda/bin/nvcc")
+    return os.environ.get("CUDACXX") or shutil.which("nvcc") or (str(usual) if usual.exists() else None)
+
+
 def want_cuda() -> bool:
-    """PYENGINE_CUDA=1 or 0 decides; otherwise whether the installed torch has CUDA."""
+    """PYENGINE_CUDA=1 or 0 decides; otherwise whether the installed torch has CUDA and there is a compiler for it."""
     choice = os.environ.get("PYENGINE_CUDA", "")
     if choice not in ("", "0", "1"):
         raise SystemExit(f"PYENGINE_CUDA must be 0 or 1, not {choice!r}")
@@ -32,7 +38,13 @@ def want_cuda() -> bool:
         return choice == "1"
     import torch
 
-    return torch.version.cuda is not None
+    if torch.version.cuda is None:
+        return False
+    if find_nvcc() is None:
+        # PyPI's torch for Linux is a CUDA build, which says nothing about the machine.
+        print("torch is a CUDA build, but there is no nvcc: building for the CPU alone; PYENGINE_CUDA=1 insists", file=sys.stderr)
+        return False
+    return True
 
 
 def build_environment() -> dict[str, str]:
@@ -42,9 +54,8 @@ def build_environment() -> dict[str, str]:
         if shutil.which(tool, path=path) is None:
             raise SystemExit(f"building pyengine needs {tool}: pip install {tool}")
     environment = os.environ | {"PATH": path}
-    if "CUDACXX" not in environment and shutil.which("nvcc") is None and Path("/usr/local/cuda/bin/nvcc").exists():
-        environment["CUDACXX"] = "/usr/local/cuda/bin/nvcc"
-    return environment
+    nvcc = find_nvcc()
+    return environment | {"CUDACXX": nvcc} if nvcc else environment
 
 
 class CMakeBuild(build_ext):

@@ -155,7 +155,8 @@ class ModelArchConfig:
 class HardwareInfo:
     """What the machine offers. Measured once, at start."""
 
-    has_cuda: bool
+    has_cuda: bool  # torch sees a device
+    has_cuda_kernels: bool = True  # in this build
     available_memory: int  # bytes of the memory that the KV pool comes from
     num_cores: int
     has_amx: bool = False  # and CPU kernels that use it

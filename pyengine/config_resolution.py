@@ -86,6 +86,8 @@ def resolve(
     load = resolve_load(args, arch, hardware)
     device, dtype = load.device, load.dtype
     notes: list[str] = []
+    if args.device == "auto" and hardware.has_cuda and not hardware.has_cuda_kernels:
+        notes.append("runs on the CPU: a CUDA device is there, but this build has no CUDA kernels; rebuild it with PYENGINE_CUDA=1")
     max_model_len = args.max_model_len or arch.max_position_embeddings
     if arch.quantization == "gguf" and load.quantization is None:
         notes.append(f"GGUF weights are dequantised to {dtype}" + ("" if device == "cpu" else f" on {device}"))
@@ -129,7 +131,7 @@ def resolve(
 
 def _resolve_device(args: EngineArgs, hardware: HardwareInfo) -> ResolvedDevice:
     if args.device == "auto":
-        return "cuda" if hardware.has_cuda else "cpu"
+        return "cuda" if hardware.has_cuda and hardware.has_cuda_kernels else "cpu"
     if args.device == "cuda" and not hardware.has_cuda:
         raise ConfigError("device", "cuda was asked for, but this torch sees no CUDA device")
     return args.device

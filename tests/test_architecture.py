@@ -103,6 +103,13 @@ def test_rule_15_default_flags_resolve_on_a_small_machine() -> None:
     assert config.notes
 
 
+@pytest.mark.parametrize(("device", "kernels", "chosen"), [(False, True, "cpu"), (True, True, "cuda"), (True, False, "cpu")])
+def test_a_device_without_kernels_is_not_chosen_and_named(device: bool, kernels: bool, chosen: str) -> None:
+    config = resolve(EngineArgs(), "model", ARCH, replace(MACHINE, has_cuda=device, has_cuda_kernels=kernels))
+    assert config.device.device == chosen
+    assert any("no CUDA kernels" in note for note in config.notes) == (device and not kernels)
+
+
 @pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "num_kv_blocks"])
 def test_what_cannot_fit_into_memory_is_refused_with_the_most_that_fits(name: str) -> None:
     machine = HardwareInfo(has_cuda=False, available_memory=2**27, num_cores=1)

@@ -17,10 +17,15 @@ _NO_LIMIT = 2**62
 
 def detect_hardware() -> HardwareInfo:
     """Measure the machine: device memory where torch has CUDA, else what this process may still take of the host's."""
-    has_cuda = torch.cuda.is_available()
+    has_cuda, core = torch.cuda.is_available(), load_core()
     memory = torch.cuda.mem_get_info()[0] if has_cuda else available_host_memory()
-    has_amx = load_core().get_isa() == "amx"
-    return HardwareInfo(has_cuda=has_cuda, available_memory=memory, num_cores=available_cores(), has_amx=has_amx)
+    return HardwareInfo(
+        has_cuda=has_cuda,
+        has_cuda_kernels=core.has_cuda,
+        available_memory=memory,
+        num_cores=available_cores(),
+        has_amx=core.get_isa() == "amx",
+    )
 
 
 def available_host_memory(root: Path = Path("/")) -> int:
