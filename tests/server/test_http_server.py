@@ -112,8 +112,8 @@ def test_one_id_is_in_flight_once_whatever_the_port(start_server: Callable[..., 
 def test_request_timeout_on_both_ports(start_server: Callable[..., RunningServer]) -> None:
     server = start_server(http_port=0, request_timeout=0.2)
     server.engine.hold = 1
-    status, body, _ = call(server, "/v1/completions", {"prompt": "a"})
-    assert (status, body["error"]["type"]) == (504, "timeout_error")
+    status, body, headers = call(server, "/v1/completions", {"prompt": "a"})
+    assert (status, body["error"]["type"], headers["x-should-retry"]) == (504, "timeout_error", "false")
     status, text, _ = call(server, "/v1/completions", {"prompt": "a", "stream": True})
     events = text.removesuffix("\n\n").split("\n\n")
     assert (status, events[-1]) == (200, "data: [DONE]")

@@ -66,8 +66,9 @@ def describe(error: Exception, names: Mapping[str, str]) -> tuple[int, dict[str,
     if isinstance(error, UnauthenticatedError):
         code = "invalid_api_key"
         headers["www-authenticate"] = "Bearer"
-    if status == 501:
-        headers["x-should-retry"] = "false"  # OpenAI's clients would try again after any 5xx
+    if status in (501, 504):
+        # OpenAI's clients would try again after any 5xx; here they would meet the same limit.
+        headers["x-should-retry"] = "false"
     if status == 500:
         logger.error("a request failed: %s", error)
     return status, error_object(status, message, param, code), headers
