@@ -31,10 +31,10 @@ class ServerArgs:
     port: int = 50051  # gRPC port; 0: a free one, which is printed
     http_port: int | None = None  # port of the OpenAI-compatible HTTP API; 0: a free one; off by default
     metrics_port: int | None = None  # port for /metrics, /health and /ready alone; 0: a free one; off by default
-    max_message_bytes: int = 4 * 2**20  # largest gRPC message and HTTP body
+    max_message_bytes: int = 4 * 2**20  # largest gRPC message and HTTP body that clients may send
     max_concurrent_requests: int = 4096  # requests in flight; more get RESOURCE_EXHAUSTED, or 429
     max_output_tokens: int | None = None  # tokens that a choice may generate; requests for more are refused, others end there
-    request_timeout: float | None = None  # seconds that a request may take, sending included; unlimited by default
+    request_timeout: float | None = None  # seconds that a request may take, a stream's sending included; unlimited by default
     shutdown_timeout: float = 30.0  # seconds that running requests get to finish after SIGTERM
     watchdog_timeout: float = 60.0  # seconds that requests may wait without a step before health turns NOT_SERVING
     api_key_file: str | None = None  # API keys, one a line; PYENGINE_API_KEY holds another; calls need none by default

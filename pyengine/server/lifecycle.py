@@ -284,7 +284,7 @@ def _channel_options(args: ServerArgs) -> list[tuple[str, int]]:
     return [
         ("grpc.so_reuseport", 0),  # two servers on one port would share its connections at random
         ("grpc.max_receive_message_length", args.max_message_bytes),
-        ("grpc.max_send_message_length", args.max_message_bytes),
+        ("grpc.max_send_message_length", -1),  # an answer that has been computed is sent, however large
         # Clients and gateways may ping as often as they like, also between calls.
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_ping_strikes", 0),

@@ -44,7 +44,7 @@ async def errors_as_status(context: grpc.aio.ServicerContext, method: str) -> As
     except (asyncio.CancelledError, grpc.aio.AbortError):
         raise
     except grpc.aio.InternalError as error:
-        # The call is over for gRPC already: the client went away, or the message is above the size limit.
+        # The call is over for gRPC already: the client went away.
         logger.warning("%s: the response could not be sent: %s", method, error)
         raise
     except PyEngineError as error:

@@ -227,16 +227,21 @@ def test_more_requests_than_allowed_are_told_when_to_retry(start_server: Callabl
     assert server.works()
 
 
-def test_messages_above_the_limit_are_refused(start_server: Callable[..., RunningServer]) -> None:
+def test_requests_above_the_limit_are_refused(start_server: Callable[..., RunningServer]) -> None:
     server = start_server(max_message_bytes=4096)
     error = expect_error(server.stub, pb.GenerateRequest(text="a" * 5000), grpc.StatusCode.RESOURCE_EXHAUSTED)
     assert "4096" in error.details()
+    assert server.works()
+
+
+def test_answers_may_be_larger_than_requests(start_server: Callable[..., RunningServer]) -> None:
+    server = start_server(max_message_bytes=4096)
     server.engine.script = lambda request: iter(
         [output(request, [CompletionOutput(0, "x" * 5000, [9], finish_reason="stop")], finished=True)]
     )
-    expect_error(server.stub, pb.GenerateRequest(text="a"), grpc.StatusCode.RESOURCE_EXHAUSTED)
-    server.engine.script = count_up
-    assert server.works()
+    request = pb.GenerateRequest(text="a")
+    assert len(server.stub.Complete(request, timeout=60).choices[0].text) == 5000
+    assert [len(message.text) for message in server.stub.Generate(request, timeout=60)] == [5000]
 
 
 def test_client_templates_only_where_trusted(start_server: Callable[..., RunningServer]) -> None:
