@@ -23,7 +23,7 @@ from pyengine.errors import UnavailableError
 from pyengine.inputs import TokensPrompt
 from pyengine.sampling_params import RequestOutputKind, SamplingParams
 from pyengine.server import vllm_grpc
-from pyengine.server.address import LOOPBACK, check_address, join_address
+from pyengine.server.address import LOOPBACK, PEER_ANSWER_SECONDS, PEER_IDLE_SECONDS, check_address, join_address
 from pyengine.server.auth import ApiKeys
 from pyengine.server.engine_client import EngineClient
 from pyengine.server.flags import ServerArgs
@@ -288,9 +288,9 @@ def _channel_options(args: ServerArgs) -> list[tuple[str, int]]:
         # Clients and gateways may ping as often as they like, also between calls.
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_ping_strikes", 0),
-        # A client that vanished without a word is found out, and its requests stopped, in 80 s.
-        ("grpc.keepalive_time_ms", 60_000),
-        ("grpc.keepalive_timeout_ms", 20_000),
+        # A client that vanished without a word is found out, and its requests stopped, in 80 s; on HTTP see `listen`.
+        ("grpc.keepalive_time_ms", PEER_IDLE_SECONDS * 1000),
+        ("grpc.keepalive_timeout_ms", PEER_ANSWER_SECONDS * 1000),
     ]
 
 

@@ -15,6 +15,7 @@ from fake_engine import FakeEngine, FakeRequest, count_up
 from running_server import RunningServer, wait_until
 
 from pyengine.outputs import RequestOutput
+from pyengine.server import address
 from pyengine.server.proto import inference_pb2 as pb
 
 
@@ -77,3 +78,30 @@ def test_request_timeout_of_clients_that_do_not_read(
             list(messages)
         assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert sum("outcome=DeadlineExceededError" in message for message in caplog.messages) == 2
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the platform's TCP has no such options")
+def test_peers_that_vanish_are_noticed_in_80_seconds(shared_http_server: RunningServer) -> None:
+    """Whether nothing is sent or something is on its way."""
+    http = shared_http_server.server.http_ports["http"]
+    host, port = http.address.split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert client.recv(100).startswith(b"HTTP/1.1 200 ")
+        (connection,) = (c for c in http._uvicorn.server_state.connections if c.client == client.getsockname())
+        accepted = connection.transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        names = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
+        options = [accepted.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names]
+    assert options == [60, 10, 2, 80_000]
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the platform's TCP has no such options")
+def test_clients_that_read_nothing_for_long_are_given_up(
+    start_server: Callable[..., RunningServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(address, "PEER_IDLE_SECONDS", 1)
+    monkeypatch.setattr(address, "PEER_ANSWER_SECONDS", 2)
+    server = start_server(FakeEngine(large), http_port=0)
+    with client_that_does_not_read(server):
+        wait_until(lambda: is_idle(server))
