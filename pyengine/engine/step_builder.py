@@ -43,7 +43,7 @@ class StepBuilder:
         self._batch = batch
         self._admission = live.admission
         self._shares = live.shares
-        self._output = SchedulerOutput(finished_req_ids=live.take_finished_req_ids())
+        self._output = SchedulerOutput()
         self._token_budget = limits.num_tokens  # tokens that may still be scheduled
         self._num_owed_blocks = 0  # blocks that running requests lack for the tokens they have
         self._admitted: list[Request] = []
@@ -72,6 +72,8 @@ class StepBuilder:
         for request in self._admitted:
             insort(live.running, request, key=precedence)
         self._output.total_num_scheduled_tokens = self._limits.num_tokens - self._token_budget
+        # Last: padding that this step has ended is among them, whose rows in the worker the admitted requests take.
+        self._output.finished_req_ids = live.take_finished_req_ids()
         return self._output
 
     def _preempt_as_asked(self, request_ids: Set[str]) -> None:

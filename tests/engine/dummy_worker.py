@@ -61,8 +61,11 @@ class WorkerSequence:
 class DummyWorker:
     """Runs `SchedulerOutput`s as documented, and asserts everything that it may rely on."""
 
-    def __init__(self, num_blocks: int, num_cpu_blocks: int, block_size: int, *, vocab_size: int = 1000) -> None:
+    def __init__(
+        self, num_blocks: int, num_cpu_blocks: int, block_size: int, *, max_num_seqs: int, vocab_size: int = 1000
+    ) -> None:
         self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
         self.vocab_size = vocab_size
         self.device = [[0] * block_size for _ in range(num_blocks + 1)]  # [block][offset] -> content; block 0 is the null block
         self.cpu = [[0] * block_size for _ in range(num_cpu_blocks)]
@@ -134,6 +137,8 @@ class DummyWorker:
             assert sequence.block_ids is None
             assert sequence.num_computed_tokens == back.num_computed_tokens
             sequence.block_ids = list(back.block_ids)
+        num_rows = sum(sequence.block_ids is not None for sequence in self.sequences.values())
+        assert num_rows <= self.max_num_seqs, f"{num_rows} sequences, and {self.max_num_seqs} rows"
         cached = step.scheduled_cached_reqs
         rows = zip(cached.req_ids, cached.new_block_ids, cached.replaced_block_ids, cached.num_computed_tokens, strict=True)
         for req_id, new_block_ids, replaced, num_computed_tokens in rows:

@@ -68,7 +68,9 @@ class Harness:
         if min_shared_tokens is not None:
             self.scheduler.min_shared_tokens = min_shared_tokens
         self.manager = self.scheduler.block_manager
-        self.worker = DummyWorker(num_blocks, num_cpu_blocks, block_size, vocab_size=vocab_size)
+        self.worker = DummyWorker(
+            num_blocks, num_cpu_blocks, block_size, max_num_seqs=self.config.max_num_seqs, vocab_size=vocab_size
+        )
         self.vocab_size = vocab_size
         self.requests: dict[str, Request] = {}  # every one ever added
         self.outputs: dict[str, list[int]] = {}

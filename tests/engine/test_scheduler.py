@@ -178,6 +178,31 @@ def test_a_static_batch_gives_up_ended_rows_when_memory_is_short() -> None:
     assert harness.scheduler.stats().num_preemptions_recompute == 0
 
 
+def test_a_static_batch_fills_the_rows_of_padding_that_it_gives_up() -> None:
+    """Padding ends for want of blocks in a step that admits others: the worker must drop its rows before it adds theirs."""
+    harness = Harness(
+        static_batching=True,
+        num_blocks=21,
+        block_size=16,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        enable_prefix_caching=False,
+    )
+    for i in range(7):
+        harness.add(f"short{i}", 4, 1)
+    harness.add("long", 160, 4)
+    for i in range(4):
+        harness.add(f"next{i}", 4, 4)
+    joined = 0
+    while harness.scheduler.has_unfinished_requests():
+        harness.step()
+        dropped = harness.last_step.finished_req_ids
+        joined += bool(dropped and harness.last_step.scheduled_new_reqs)
+    assert joined, "a step that both ends padding and admits"
+    harness.run()
+    harness.check_outputs()
+
+
 def test_a_static_batch_may_take_several_steps_to_fill() -> None:
     harness = Harness(static_batching=True, max_num_batched_tokens=8)
     for i in range(3):
