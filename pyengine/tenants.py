@@ -7,8 +7,8 @@ YAML or JSON. One entry a tenant; only `name` must be there:
         weight: 2              # of its share of slots, tokens and blocks, beside the others that have requests
         kv_quota: 0.5          # share of the KV blocks that it may hold; never exceeded
         max_concurrent: 32     # sequences that run at once
-        max_queued: 100        # requests in flight beyond those
-        rate: 20               # requests a second, on average
+        max_queued: 100        # choices in flight beyond those
+        rate: 20               # requests a second, on average; each prompt is one, whatever its n
         burst: 40              # and at once; `rate` by default
         priority_cap: -5       # the most urgent (lowest) priority that its requests may have; 0 by default
         cache_group: campus    # tenants of one group share cached prefixes; each is alone by default
@@ -58,9 +58,9 @@ class Tenant:
     weight: float = 1.0
     kv_quota: float = 1.0  # share of the KV blocks
     max_concurrent: int | None = None  # sequences that run at once; None: as many as the engine runs
-    max_queued: int | None = None  # requests in flight beyond those; None: as many as the server takes
-    rate: float | None = None  # requests a second; None: unlimited
-    burst: float | None = None  # requests at once; None: `rate`, and 1 at least
+    max_queued: int | None = None  # choices in flight beyond those; None: as many as the server takes
+    rate: float | None = None  # prompts a second; None: unlimited
+    burst: float | None = None  # prompts at once; None: `rate`, and 1 at least
     priority_cap: int = 0  # the lowest priority, which is the most urgent, that its requests may have
     cache_group: str | None = None  # None: its own
     api_keys: tuple[TenantKey, ...] = ()

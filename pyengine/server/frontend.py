@@ -26,7 +26,7 @@ from pyengine.server.deadline import Deadline
 from pyengine.server.engine_client import EngineClient
 from pyengine.server.logs import REQUEST_ID
 from pyengine.server.request_record import RequestRecord
-from pyengine.server.tenancy import Tenancy
+from pyengine.server.tenancy import Size, Tenancy
 from pyengine.tenants import Tenant
 
 
@@ -65,7 +65,7 @@ class Frontend:
 
     Args:
         version: of this program.
-        max_concurrent_requests: more than that in flight are refused.
+        max_concurrent_requests: choices in flight; more are refused.
         request_timeout: seconds that a request may take; None: as long as its client waits.
         max_output_tokens: that a choice may have; None: as many as the model and the request allow.
         trust_chat_template: whether clients may send chat templates.
@@ -98,6 +98,7 @@ class Frontend:
         self._on_engine_dead = on_engine_dead
         self._serving_engine: EngineClient | None = None
         self._active: dict[str, _InFlight] = {}  # by request id
+        self._num_choices = 0  # of the requests in flight
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -129,6 +130,11 @@ class Frontend:
     def num_active(self) -> int:
         """Requests in flight."""
         return len(self._active)
+
+    @property
+    def num_choices(self) -> int:
+        """Choices of the requests in flight: what max_concurrent_requests bounds."""
+        return self._num_choices
 
     async def wait_idle(self, timeout: float) -> bool:
         """Whether every request in flight ended within `timeout` seconds."""
@@ -176,20 +182,18 @@ class Frontend:
         """Counts one caller's requests as in flight, all of them or none.
 
         Raises:
-            OverloadedError: there are max_concurrent_requests already, or as many as their tenant may have.
-            InvalidRequestError: a request of one of the ids is in flight, or they are said to be of an unknown tenant.
+            OverloadedError: with their choices there were more than max_concurrent_requests, or than their tenant may have.
+            InvalidRequestError: they have more choices than that by themselves, a request of one of the ids is in flight, or
+                they are said to be of an unknown tenant.
             DeadlineExceededError: they took longer than request_timeout, what the body sends to their client included.
         """
         request_ids = [call.request_id for call in calls]
         REQUEST_ID.set(", ".join(request_ids[:4]))
-        if len(self._active) + len(request_ids) > self.max_concurrent_requests:
-            taken = f"this server takes {self.max_concurrent_requests}"
-            raise OverloadedError(f"{len(self._active)} requests are in flight, and {len(request_ids)} more came; {taken}")
         for request_id in request_ids:
             if request_id in self._active:
                 raise InvalidRequestError("request_id", f"{request_id!r} is in flight already")
         deadline = Deadline(self._request_timeout)
-        with self.tenancy.admitted(calls, self.engine.config.scheduler.max_num_seqs):
+        with self._slots(calls[0].tenant, Size(len(calls), sum(call.params.n for call in calls))):
             self._active |= {call.request_id: _InFlight(self.tenancy.account(call).tenant, deadline) for call in calls}
             self._idle.clear()
             try:
@@ -200,6 +204,20 @@ class Frontend:
                     del self._active[request_id]
                 if not self._active:
                     self._idle.set()
+
+    @contextmanager
+    def _slots(self, claimed_tenant: str | None, size: Size) -> Iterator[None]:
+        """Counts choices, for each of them is a sequence that the engine makes and runs; raises as `admitted`."""
+        size.check_fits(self.max_concurrent_requests, "this server")
+        if self._num_choices + size.choices > self.max_concurrent_requests:
+            taken = f"this server takes {self.max_concurrent_requests}"
+            raise OverloadedError(f"{self._num_choices} choices are in flight, and {size.choices} more came; {taken}")
+        with self.tenancy.admitted(claimed_tenant, size, self.engine.config.scheduler.max_num_seqs):
+            self._num_choices += size.choices
+            try:
+                yield
+            finally:
+                self._num_choices -= size.choices
 
     async def outputs(self, call: GenerationCall) -> AsyncGenerator[RequestOutput, None]:
         """The engine's outputs for an admitted call. Closing the generator aborts the request.

@@ -122,6 +122,7 @@ class EngineCollector(Collector):
             yield _histogram(f"vllm:{name}", text, labels, getattr(engine.metrics, name))
         yield _cache_config(engine.config, labels)
         yield _gauge("pyengine:requests_in_flight", "Requests that this server works on.", labels, self._frontend.num_active)
+        yield _gauge("pyengine:choices_in_flight", "Choices of those requests.", labels, self._frontend.num_choices)
         yield _gauge("pyengine:stalled_seconds", "Time without a step while there is work.", labels, engine.stalled_for())
         yield _gauge(
             "pyengine:is_stalled", "Whether the watchdog holds the engine for stuck.", labels, self._frontend.is_stalled
@@ -139,10 +140,13 @@ class EngineCollector(Collector):
                 family.add_metric((*labels, tenant), values[series.key])
             yield family
         tenancy = self._frontend.tenancy
-        in_flight = GaugeMetricFamily("pyengine:tenant_requests_in_flight", "Requests of a tenant in flight.", labels=names)
-        for tenant, count in list(tenancy.in_flight.items()):
-            in_flight.add_metric((*labels, tenant), count)
-        yield in_flight
+        for unit, counts in (("requests", tenancy.requests_in_flight), ("choices", tenancy.choices_in_flight)):
+            in_flight = GaugeMetricFamily(
+                f"pyengine:tenant_{unit}_in_flight", f"{unit.capitalize()} of a tenant in flight.", labels=names
+            )
+            for tenant, count in list(counts.items()):
+                in_flight.add_metric((*labels, tenant), count)
+            yield in_flight
         refused = CounterMetricFamily(
             "pyengine:tenant_requests_refused", "Requests refused for a tenant's limits.", labels=(*names, "reason")
         )

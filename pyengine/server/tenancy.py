@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pyengine.errors import InvalidRequestError, OverloadedError, UnauthenticatedError
@@ -18,6 +18,24 @@ if TYPE_CHECKING:
 
 #: Why requests are refused.
 REFUSALS = ("queue_full", "rate")
+
+
+@dataclass(frozen=True)
+class Size:
+    """What one caller asks for at once."""
+
+    requests: int  # prompts; what a rate counts
+    choices: int  # sequences that the engine makes and runs for them; what is in flight
+
+    def check_fits(self, limit: int, who: str) -> None:
+        """So that nobody is told to try again with what would be refused every time.
+
+        Raises:
+            InvalidRequestError: there are more choices than `limit`, which `who` may have in flight.
+        """
+        if self.choices > limit:
+            field = "n" if self.choices > self.requests else "prompt"
+            raise InvalidRequestError(field, f"asks for {self.choices} choices in all; {who} may have {limit} in flight")
 
 
 class _Bucket:
@@ -55,29 +73,36 @@ class Tenancy:
             for tenant in tenants
             if tenant.rate is not None
         }
-        self.in_flight: Counter[str] = Counter(dict.fromkeys(self._tenants, 0))
+        self.requests_in_flight: Counter[str] = Counter(dict.fromkeys(self._tenants, 0))
+        self.choices_in_flight: Counter[str] = Counter(dict.fromkeys(self._tenants, 0))
         self.refused: Counter[tuple[str, str]] = Counter({(name, why): 0 for name in self._tenants for why in REFUSALS})
 
-    def account(self, call: GenerationCall) -> GenerationCall:
-        """The call as its tenant may make it. Must run where the call's key was checked, or in a task that came from there.
+    def name_of(self, claimed: str | None) -> str | None:
+        """Whose a call is; None without tenants. Must run where the call's key was checked, or in a task that came from there.
 
-        A claim (`x-tenant`) without a trusted key is passed over, and the request is that key's tenant's.
+        A claim (`x-tenant`) without a trusted key is passed over, and the call is that key's tenant's.
 
         Raises:
             InvalidRequestError: a trusted key claims a tenant that there is not.
         """
         if not self._tenants:
-            return replace(call, tenant=None)
+            return None
         caller = CALLER.get()
-        name = caller.tenant or DEFAULT_TENANT
-        if caller.trusted and call.tenant is not None:
-            if call.tenant not in self._tenants:
-                raise InvalidRequestError("x-tenant", f"{call.tenant!r} is no tenant of this server")
-            name = call.tenant
+        if not caller.trusted or claimed is None:
+            return caller.tenant or DEFAULT_TENANT
+        if claimed not in self._tenants:
+            raise InvalidRequestError("x-tenant", f"{claimed!r} is no tenant of this server")
+        return claimed
+
+    def account(self, call: GenerationCall) -> GenerationCall:
+        """The call as its tenant may make it. Must run where `name_of` must, and raises as it does."""
+        name = self.name_of(call.tenant)
+        if name is None:
+            return replace(call, tenant=None)
         return replace(call, tenant=name, priority=max(call.priority, self._tenants[name].priority_cap))
 
     def require_trust(self, what: str) -> None:
-        """For what concerns every tenant. Must run where `account` must.
+        """For what concerns every tenant. Must run where `name_of` must.
 
         Raises:
             UnauthenticatedError: there are tenants, and the call's key is no trusted one.
@@ -91,35 +116,39 @@ class Tenancy:
         return not self._tenants or caller.trusted or tenant == (caller.tenant or DEFAULT_TENANT)
 
     @contextmanager
-    def admitted(self, calls: Sequence[GenerationCall], max_num_seqs: int) -> Iterator[None]:
-        """Counts calls of one caller as in flight, all of them or none.
+    def admitted(self, claimed: str | None, size: Size, max_num_seqs: int) -> Iterator[None]:
+        """Counts what one caller asks for as in flight, all of it or nothing.
 
         Args:
-            calls: as they came.
+            claimed: the tenant that it claims.
+            size: of what it asks for.
             max_num_seqs: that the engine runs at once.
 
         Raises:
             OverloadedError: the tenant's queue is full, or its rate exceeded.
-            InvalidRequestError: as `account`.
+            InvalidRequestError: it is more than the tenant may ever have in flight; and as `name_of`.
         """
-        name = self.account(calls[0]).tenant if calls else None
+        name = self.name_of(claimed)
         if name is None:
             yield
             return
-        tenant, count = self._tenants[name], len(calls)
+        tenant = self._tenants[name]
         if tenant.max_queued is not None:
             limit = (tenant.max_concurrent or max_num_seqs) + tenant.max_queued
-            if self.in_flight[name] + count > limit:
-                self.refused[name, "queue_full"] += count
-                having = f"tenant {name} has {self.in_flight[name]} requests in flight, and {count} more came"
+            size.check_fits(limit, f"tenant {name}")
+            if self.choices_in_flight[name] + size.choices > limit:
+                self.refused[name, "queue_full"] += size.requests
+                having = f"tenant {name} has {self.choices_in_flight[name]} choices in flight, and {size.choices} more came"
                 raise OverloadedError(f"{having}; it may have {limit}")
         if name in self._buckets:
-            seconds = self._buckets[name].take(count)
+            seconds = self._buckets[name].take(size.requests)
             if seconds > 0:
-                self.refused[name, "rate"] += count
+                self.refused[name, "rate"] += size.requests
                 raise OverloadedError(f"tenant {name} may send {tenant.rate:g} requests a second", retry_after=seconds)
-        self.in_flight[name] += count
+        self.requests_in_flight[name] += size.requests
+        self.choices_in_flight[name] += size.choices
         try:
             yield
         finally:
-            self.in_flight[name] -= count
+            self.requests_in_flight[name] -= size.requests
+            self.choices_in_flight[name] -= size.choices

@@ -97,6 +97,38 @@ def test_the_bounded_queue_is_shared_with_grpc(start_server: Callable[..., Runni
     wait_until(lambda: is_idle(server))
 
 
+def test_choices_are_what_is_bounded(start_server: Callable[..., RunningServer]) -> None:
+    """On both ports. What could never be taken is not told to come again."""
+    server = start_server(http_port=0, metrics_port=0, max_concurrent_requests=6)
+    for prompts, n in ((6, 2), (1, 7), (6, 16384)):
+        status, body, headers = call(server, "/v1/completions", {"prompt": [[1]] * prompts, "n": n, "max_tokens": 1})
+        assert (status, body["error"]["param"], "retry-after" in headers) == (400, "n", False)
+        assert f"{prompts * n} choices in all; this server may have 6 in flight" in body["error"]["message"]
+    with pytest.raises(grpc.RpcError) as error:
+        server.stub.Complete(pb.GenerateRequest(text="a", sampling=pb.SamplingParams(n=7)), timeout=60)
+    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert dict(error.value.trailing_metadata())["field"] == "n"
+    assert not server.engine.requests
+    server.engine.hold = 0
+    connection = begin(server, prompt=["a", "b"], n=2)
+    wait_until(lambda: len(server.engine.running) == 2)
+    assert "pyengine:choices_in_flight{" in (text := call(server, "/metrics")[1])
+    assert [line.split()[-1] for line in text.splitlines() if line.startswith("pyengine:choices_in_flight")] == ["4.0"]
+    chat = {"messages": [{"role": "user", "content": "a"}], "n": 3}
+    status, body, headers = call(server, "/v1/chat/completions", chat)
+    assert (status, headers["retry-after"]) == (429, "1")
+    assert "4 choices are in flight, and 3 more came; this server takes 6" in body["error"]["message"]
+    with pytest.raises(grpc.RpcError) as error:
+        server.stub.Complete(pb.GenerateRequest(text="a", sampling=pb.SamplingParams(n=3)), timeout=60)
+    assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    server.loop.call_soon_threadsafe(server.engine.release)
+    assert len(json.load(connection.getresponse())["choices"]) == 4
+    connection.close()
+    wait_until(lambda: is_idle(server))
+    assert server.server.frontend.num_choices == 0
+    assert len(call(server, "/v1/completions", {"prompt": ["a", "b"], "n": 3})[1]["choices"]) == 6
+
+
 def test_one_id_is_in_flight_once_whatever_the_port(start_server: Callable[..., RunningServer]) -> None:
     server = start_server(http_port=0)
     server.engine.hold = 0

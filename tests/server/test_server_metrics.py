@@ -36,7 +36,8 @@ HISTOGRAMS = (
 )
 OURS_AT_ZERO = (
     *("num_requests_swapped", "kv_slot_utilisation", "allocated_blocks_total", "swapped_in_blocks_total"),
-    *("swapped_out_blocks_total", "steps_total", "cached_tokens_total", "requests_in_flight", "is_stalled", "stalled_seconds"),
+    *("swapped_out_blocks_total", "steps_total", "cached_tokens_total", "requests_in_flight", "choices_in_flight"),
+    *("is_stalled", "stalled_seconds"),
 )
 
 

@@ -24,7 +24,7 @@ from pyengine.sampling_params import SamplingParams
 from pyengine.server.auth import load_api_keys
 from pyengine.server.frontend import GenerationCall
 from pyengine.server.proto import inference_pb2 as pb
-from pyengine.server.tenancy import Tenancy
+from pyengine.server.tenancy import Size, Tenancy
 from pyengine.tenants import Tenant, TenantKey, load_tenants
 
 KEYS = {"acme": "sk-acme", "beta": "sk-beta", "gateway": "sk-gateway"}
@@ -109,7 +109,7 @@ def test_a_tenants_full_queue_is_its_own(start: Callable[..., RunningServer]) ->
     wait_until(lambda: len(server.engine.running) == 2)
     status, answer, headers = post(server, bearer("acme"))
     assert (status, headers["retry-after"]) == (429, "1")
-    assert "tenant acme has 2 requests in flight, and 1 more came; it may have 2" in answer["error"]["message"]
+    assert "tenant acme has 2 choices in flight, and 1 more came; it may have 2" in answer["error"]["message"]
     with pytest.raises(grpc.RpcError) as error:
         server.stub.Complete(REQUEST, metadata=list(bearer("acme").items()), timeout=60)
     assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -125,6 +125,32 @@ def test_a_tenants_full_queue_is_its_own(start: Callable[..., RunningServer]) ->
         assert len(list(call)) == 2
     assert post(server, bearer("acme"))[0] == 200
     assert tenant_figures(server)["pyengine:tenant_requests_in_flight|acme"] == 0
+
+
+def test_a_tenants_queue_holds_choices(start: Callable[..., RunningServer]) -> None:
+    server = start(acme={"max_concurrent": 2, "max_queued": 3})
+    server.engine.hold = 0
+    call = server.stub.Generate(
+        pb.GenerateRequest(text="a", sampling=pb.SamplingParams(n=3, max_tokens=2)),
+        metadata=list(bearer("acme").items()),
+        timeout=60,
+    )
+    wait_until(lambda: len(server.engine.running) == 1)
+    figures = tenant_figures(server)
+    assert figures["pyengine:tenant_requests_in_flight|acme"] == 1
+    assert figures["pyengine:tenant_choices_in_flight|acme"] == 3
+    status, answer, _ = post(server, bearer("acme"), n=3)
+    assert status == 429
+    assert "tenant acme has 3 choices in flight, and 3 more came; it may have 5" in answer["error"]["message"]
+    for body, field in (({"n": 6}, "n"), ({"prompt": ["a", "b"], "n": 3}, "n"), ({"prompt": ["a"] * 6}, "prompt")):
+        status, answer, _ = post(server, bearer("acme"), **body)
+        assert (status, answer["error"]["param"]) == (400, field)
+        assert "asks for 6 choices in all; tenant acme may have 5 in flight" in answer["error"]["message"]
+    assert tenant_figures(server)["pyengine:tenant_requests_refused_total|acme|queue_full"] == 1
+    server.loop.call_soon_threadsafe(server.engine.release)
+    list(call)
+    assert post(server, bearer("acme"), n=5)[0] == 200
+    assert tenant_figures(server)["pyengine:tenant_choices_in_flight|acme"] == 0
 
 
 def test_requests_are_stopped_by_their_own_tenant_or_a_trusted_key(start: Callable[..., RunningServer]) -> None:
@@ -209,9 +235,9 @@ def test_rates() -> None:
     now = 0.0
     tenancy = Tenancy([Tenant(name="default", rate=2.0, burst=4.0)], clock=lambda: now)
 
-    def send(count: int = 1) -> float:
+    def send(count: int = 1, n: int = 1) -> float:
         try:
-            with tenancy.admitted([call_of()] * count, 8):
+            with tenancy.admitted(None, Size(count, count * n), 8):
                 return 0.0
         except OverloadedError as error:
             return error.retry_after
@@ -222,18 +248,18 @@ def test_rates() -> None:
     now = 0.5
     assert [send(), send()] == [0, pytest.approx(0.5)]
     now = 100.0
-    assert [send(4), send()] == [0, pytest.approx(0.5)]
+    assert [send(4, n=7), send()] == [0, pytest.approx(0.5)], "a prompt is one request, whatever its n"
     now = 200.0
     assert send(9) == 0, "a body with more prompts than the burst is not refused for ever"
     assert tenancy.refused["default", "rate"] == 4
-    assert tenancy.in_flight["default"] == 0
+    assert tenancy.requests_in_flight["default"] == tenancy.choices_in_flight["default"] == 0
 
 
 def test_without_tenants_nothing_is_believed_or_capped() -> None:
     tenancy = Tenancy(())
     call = call_of("acme")
     assert tenancy.account(call).tenant is None
-    with tenancy.admitted([call], 1):
+    with tenancy.admitted(call.tenant, Size(9, 9), 1):
         pass
 
 
