@@ -23,6 +23,8 @@ class NewRequestData:
     num_computed_tokens: int  # tokens whose KV is in those blocks already
     stop_token_ids: frozenset[int]  # end-of-sequence and stop ids; masked while fewer than min_tokens are generated
     bad_words_token_ids: list[list[int]] = field(default_factory=list)  # SamplingParams.bad_words, tokenised
+    #: SamplingParams.prompt_logprobs while any are still to be reported; None: no more, or another choice reports them
+    num_prompt_logprobs: int | None = None
 
 
 @dataclass(slots=True)

@@ -224,6 +224,7 @@ class Admission:
                 num_computed_tokens=request.num_computed_tokens,
                 stop_token_ids=request.stop_token_ids,
                 bad_words_token_ids=request.bad_words_token_ids,
+                num_prompt_logprobs=None if request.may_match_prefix else request.sampling_params.prompt_logprobs,
             )
         )
 

@@ -190,9 +190,8 @@ class ModelRunner:
 
     def _add(self, new: NewRequestData) -> None:
         token_ids = self._batch.check_tokens([*new.prompt_token_ids, *new.output_token_ids])
-        params = new.sampling_params
         state = SamplingState(
-            params,
+            new.sampling_params,
             seed=new.seed,
             prompt_token_ids=new.prompt_token_ids,
             output_token_ids=new.output_token_ids,
@@ -201,7 +200,7 @@ class ModelRunner:
             vocab_size=self._arch.vocab_size,
         )
         self._batch.add(new.req_id, token_ids, new.block_ids, new.num_computed_tokens)
-        self._requests[new.req_id] = RequestState(state, len(new.prompt_token_ids), params.prompt_logprobs)
+        self._requests[new.req_id] = RequestState(state, len(new.prompt_token_ids), new.num_prompt_logprobs)
 
     def _bring_back(self, back: SwappedInRequestData) -> None:
         state = self._requests[back.req_id]

@@ -128,7 +128,7 @@ class DummyWorker:
                 seed=new.seed,
                 token_ids=new.prompt_token_ids + new.output_token_ids,
                 num_prompt_tokens=len(new.prompt_token_ids),
-                wants_prompt_logprobs=new.sampling_params.prompt_logprobs is not None,
+                wants_prompt_logprobs=new.num_prompt_logprobs is not None,
                 num_computed_tokens=new.num_computed_tokens,
                 block_ids=list(new.block_ids),
             )

@@ -79,7 +79,7 @@ class FakeExecutor:
             if req_id in self.fail_requests:
                 output.failed_req_ids[req_id] = self.fail_requests.pop(req_id)
                 continue
-            if data.sampling_params.prompt_logprobs is not None:
+            if data.num_prompt_logprobs is not None:
                 positions = range(computed + 1, min(computed + count, len(data.prompt_token_ids) - 1) + 1)
                 output.prompt_logprobs[req_id] = [self._logprobs(data.prompt_token_ids[p]) for p in positions]
             computed += count

@@ -148,7 +148,10 @@ class Harness:
         assert len(self.scheduler.live.running) <= self.config.max_num_seqs
         self.abort(*self.abort_in_next_step)
         self.abort_in_next_step = []
-        outputs = self.scheduler.update_from_output(step, self.worker.execute_model(step))
+        result = self.worker.execute_model(step)
+        for request_id in result.prompt_logprobs:
+            assert not self.requests[request_id].may_match_prefix, f"prompt logprobs of {request_id}, for nobody"
+        outputs = self.scheduler.update_from_output(step, result)
         self.check_invariants()
         self._collect(outputs)
         self.is_broken = False

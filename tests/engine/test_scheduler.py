@@ -480,6 +480,21 @@ def test_prompt_logprobs_are_reported_once_although_a_preemption_computes_them_a
     harness.check_outputs()
 
 
+@pytest.mark.parametrize("enable_prefix_caching", [False, True])
+def test_prompt_logprobs_that_are_reported_are_not_computed_again(enable_prefix_caching: bool) -> None:
+    harness = Harness(block_size=4, enable_prefix_caching=enable_prefix_caching)
+    harness.add("a", list(range(20)), 4, prompt_logprobs=3)
+    harness.step()
+    assert [new.num_prompt_logprobs for new in harness.last_step.scheduled_new_reqs] == [3]
+    assert harness.prompt_logprobs["a"] == list(range(1, 20))
+    harness.scheduler.preempt_requests(["a"])
+    harness.step()
+    harness.step()
+    assert [new.num_prompt_logprobs for new in harness.last_step.scheduled_new_reqs] == [None]
+    harness.run()
+    harness.check_outputs()
+
+
 def test_reset_forgets_prefixes_and_disturbs_nobody() -> None:
     harness = Harness(block_size=4)
     harness.add("done", list(range(9)), 2)

@@ -174,6 +174,7 @@ class Driver:
         out.num_scheduled_tokens[sequence.req_id] = count
 
     def _new_data(self, sequence: Sequence) -> NewRequestData:
+        has_all = len(sequence.prompt_logprobs) == len(sequence.prompt) - 1
         return NewRequestData(
             req_id=sequence.req_id,
             prompt_token_ids=list(sequence.prompt),
@@ -184,6 +185,7 @@ class Driver:
             num_computed_tokens=sequence.computed,
             stop_token_ids=sequence.stop_token_ids,
             bad_words_token_ids=sequence.bad_words,
+            num_prompt_logprobs=None if has_all else sequence.params.prompt_logprobs,
         )
 
     def _grow(self, sequence: Sequence, count: int) -> list[int]:

@@ -318,6 +318,19 @@ def test_a_request_that_failed_on_its_prompt_gives_no_token(
     assert sequence.output == []
 
 
+def test_no_more_prompt_logprobs_than_the_scheduler_wants(cpu: tuple[UniprocExecutor, EngineConfig]) -> None:
+    """The client's parameters do not say: after a preemption they may all have been reported."""
+    params = SamplingParams(temperature=0, prompt_logprobs=1)
+    for wanted in (1, None):
+        new = NewRequestData("a", [5, 6, 7], [8], params, 0, [1], 0, frozenset(), num_prompt_logprobs=wanted)
+        result = cpu[0].execute_model(
+            SchedulerOutput(scheduled_new_reqs=[new], num_scheduled_tokens={"a": 4}, total_num_scheduled_tokens=4)
+        )
+        cpu[0].execute_model(SchedulerOutput(finished_req_ids=["a"]))
+        assert len(result.sampled_token_ids["a"]) == 1
+        assert {req_id: len(entries) for req_id, entries in result.prompt_logprobs.items()} == ({"a": 2} if wanted else {})
+
+
 def test_a_broken_step_is_an_exception_and_not_a_failed_request(cpu: tuple[UniprocExecutor, EngineConfig]) -> None:
     new = NewRequestData("a", [5, 6, 7], [], SamplingParams(), 0, [1], 0, frozenset())
     out = SchedulerOutput(scheduled_new_reqs=[new], num_scheduled_tokens={"a": 40}, total_num_scheduled_tokens=40)
