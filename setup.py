@@ -42,7 +42,7 @@ def want_cuda() -> bool:
         return False
     if find_nvcc() is None:
         # PyPI's torch for Linux is a CUDA build, which says nothing about the machine.
-        print("torch is a CUDA build, but there is no nvcc: building for the CPU alone; PYENGINE_CUDA=1 insists", file=sys.stderr)
+        print("torch is a CUDA build, but there is no nvcc: building for the CPU (PYENGINE_CUDA=1 insists)", file=sys.stderr)
         return False
     return True
 

@@ -1,4 +1,4 @@
-"""Every figure of docs/performance.md in one run, each benchmark into a folder of its own.
+"""The benchmarks of docs/performance.md in one run, each into a folder of its own.
 
     python benchmarks/all.py --out bench --peers DIR --fp32 FOLDER --skip llamacpp:w1 --skip llamacpp:w2
 
@@ -18,6 +18,7 @@ from machine import cpu_flags
 
 HERE = Path(__file__).parent
 PEERS = ("openvino", "llamacpp", "vllm")
+OUTPUT_FILES = {"quality": "quality.json", "fairness": "fairness.json", "serving": "serving.png", "pace": "pace.png"}
 
 
 def main() -> None:
@@ -27,9 +28,7 @@ def main() -> None:
     parser.add_argument("--fp32", metavar="FOLDER", help="the default model as an fp32 Hugging Face folder")
     parser.add_argument("--skip", action="append", default=[], metavar="NAME:wN", help="a pair that takes too long")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--only", nargs="+", metavar="NAME", help="of peers, contention, mixed_load, profile_step, startup, quality, peers_avx2"
-    )
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="of the names that a run prints")
     flags = parser.parse_args()
     rounds = ["--rounds", str(flags.rounds)]
     pythons = {name: flags.peers / name / "bin" / "python" for name in PEERS} if flags.peers is not None else {}
@@ -40,13 +39,19 @@ def main() -> None:
         else:
             print(f"{name} takes no part: " + ("it needs --fp32" if path.exists() else f"there is no {path}"))
     peers += [f"--skip={pair}" for pair in flags.skip]
+    static = ["--compare-static", "--num-prompts", "300"]
     benchmarks = {  # folder: script and arguments
         "startup": ("startup", rounds),
+        "startup_without_repacking": ("startup", [*rounds, "--repack", "none"]),
         "profile_step": ("profile_step", []),
         "mixed_load": ("mixed_load", rounds),
         "mixed_load_without_pace": ("mixed_load", [*rounds, "--target-itl-ms", "0"]),
         "mixed_load_with_target": ("mixed_load", [*rounds, "--target-itl-ms", "80"]),
         "contention": ("contention", rounds),
+        "pace": ("pace", ["--target", "40", "--rates", "8,16,32", "--seconds", "8"]),
+        "fairness": ("fairness", []),
+        "static_batching": ("serving", [*static, "--long-input", "128", "--long-output", "384", "--max-num-seqs", "64"]),
+        "static_batching_of_32": ("serving", [*static, "--max-num-seqs", "32"]),
         "quality": ("quality", ["--tokens", "4096"]),
         "peers": ("peers", [*rounds, *peers]),
     }
@@ -59,8 +64,8 @@ def main() -> None:
     for name in flags.only or benchmarks:
         out = flags.out / name
         out.mkdir(parents=True, exist_ok=True)
-        target = out / "quality.json" if name == "quality" else out
         script, arguments = benchmarks[name]
+        target = out / OUTPUT_FILES[script] if script in OUTPUT_FILES else out
         command = [sys.executable, str(HERE / f"{script}.py"), "--out", str(target), *arguments]
         print(f"\n== {name}", flush=True)
         start = time.perf_counter()

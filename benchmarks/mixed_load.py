@@ -22,7 +22,7 @@ import grpc
 from pyengine.server.proto import inference_pb2 as pb
 from pyengine.server.proto import inference_pb2_grpc as rpc
 
-from serving import Load, Trace, percentile, run, serve
+from serving import Load, Trace, key_metadata, percentile, run, serve
 from workloads import documentation
 
 
@@ -57,7 +57,7 @@ def measure(target: str, flags: argparse.Namespace) -> dict[str, list[list[float
     """The short streams' latencies in each round, alone and mixed."""
     with grpc.insecure_channel(target) as channel:
         request = pb.TokenizeRequest(text=documentation())
-        ids = list(rpc.InferenceStub(channel).Tokenize(request, timeout=60).token_ids)
+        ids = list(rpc.InferenceStub(channel).Tokenize(request, timeout=60, metadata=key_metadata()).token_ids)
     needed = flags.short * flags.short_input + flags.long * flags.long_input
     if needed * 2 * flags.rounds > len(ids):
         ids *= needed * 2 * flags.rounds // len(ids) + 1

@@ -1,14 +1,14 @@
 """Online serving: open-loop Poisson arrivals over gRPC, latency percentiles and a plot.
 
     python benchmarks/serving.py --target 127.0.0.1:50051 --num-prompts 100 --request-rate 4 --out serving.png
-    python benchmarks/serving.py --model MODEL --compare-static --num-prompts 300 --out static.png --max-num-seqs 64
+    python benchmarks/serving.py --compare-static --num-prompts 300 --out static.png --max-num-seqs 64
 
 Arrivals do not wait for answers (open loop), so a server that falls behind shows it in its latencies; `--concurrency` bounds
 the requests in flight instead, `--request-rate inf` sends them all at once. Latencies are the client's: time to first token
 (TTFT) from the moment a request was due, time between messages with tokens (ITL, divided by the tokens they bring), end to end
-(E2E). With `--model` the benchmark starts the server itself (engine flags pass through); `--compare-static` then runs the same
-load against the same engine with static batching too, and prints the ratios. PYENGINE_API_KEY is the server's key, where it
-asks for one.
+(E2E). Without `--target` the benchmark starts the server itself (engine flags pass through); `--compare-static` then runs the
+same load against the same engine with static batching too, and prints the ratios. PYENGINE_API_KEY is the key of the server at
+`--target`, where it asks for one.
 """
 
 from __future__ import annotations
@@ -188,31 +188,38 @@ def plot(results: dict[str, list[Trace]], path: Path) -> None:
 
 @contextmanager
 def serve(model: str | None, extra: list[str]) -> Iterator[str]:
-    """Run a server (None: of the default model) on a free port; yield its target; stop it and check that it left cleanly."""
+    """Run a server (None: of the default model) on a free port; yield its target; stop it and check that it left cleanly.
+
+    It asks for no key of its own, whatever the environment says: the one there is another server's.
+    """
     chosen = [] if model is None else ["--model", model]
     command = [sys.executable, "-m", "pyengine.server", *chosen, "--port", "0", *extra]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    environment = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None
     try:
+        log = []
         for line in process.stderr:
             found = re.search(r"(?:serving|listening) on (127\.0\.0\.1:\d+)", line)
             if found:
                 break
+            log.append(line)
         else:
-            raise SystemExit(f"the server did not start: {' '.join(command)}")
+            raise SystemExit(f"the server did not start: {' '.join(command)}\n{''.join(log[-20:]).rstrip()}")
         threading.Thread(target=process.stderr.read, daemon=True).start()  # keep its log from filling the pipe
         yield found.group(1)
     finally:
         process.terminate()
-        if process.wait(timeout=120) != 0:
-            raise SystemExit(f"the server left with exit code {process.returncode}")
+        status = process.wait(timeout=120)
+    if status != 0:
+        raise SystemExit(f"the server left with exit code {status}")
 
 
 def parse_flags() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--target", help="HOST:PORT of a running server")
-    where.add_argument("--model", help="start a server of this model; unknown flags go to it")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--target", help="HOST:PORT of a running server; by default one is started, and unknown flags go to it")
+    where.add_argument("--model", help="of the server that is started; the default model by default")
     parser.add_argument("--num-prompts", type=int, default=100)
     parser.add_argument("--request-rate", type=float, default=math.inf, help="mean arrivals a second; inf: all at once")
     parser.add_argument("--concurrency", type=int, help="most requests in flight; unbounded by default")
@@ -226,7 +233,7 @@ def parse_flags() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--out", type=Path, default=Path("serving.png"), help="the plot; figures go beside it as JSON")
     flags, rest = parser.parse_known_args()
     if flags.target and (rest or flags.compare_static):
-        parser.error(f"needs --model: {' '.join(rest) or '--compare-static'}")
+        parser.error(f"without --target only: {' '.join(rest) or '--compare-static'}")
     if importlib.util.find_spec("matplotlib") is None:
         parser.exit(1, "error: the plot needs matplotlib: pip install matplotlib, or make dev\n")
     return flags, rest

@@ -58,10 +58,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for startup.json")
     parser.add_argument("--model", help="GGUF file or Hugging Face folder; the default model by default")
     parser.add_argument("--quantization", help="as the engine takes it")
+    parser.add_argument("--repack", default="auto", help="as the engine takes it")
     parser.add_argument("--rounds", type=int, default=3)
     flags = parser.parse_args()
     flags.out.mkdir(parents=True, exist_ok=True)
-    settings = {"model": flags.model, "quantization": flags.quantization}
+    settings = {"model": flags.model, "quantization": flags.quantization, "repack": flags.repack}
     runs: dict[str, list[dict[str, float]]] = {"first start": [], "second start": []}
     for _ in range(flags.rounds):
         with tempfile.TemporaryDirectory() as cache:

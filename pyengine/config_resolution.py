@@ -87,7 +87,9 @@ def resolve(
     device, dtype = load.device, load.dtype
     notes: list[str] = []
     if args.device == "auto" and hardware.has_cuda and not hardware.has_cuda_kernels:
-        notes.append("runs on the CPU: a CUDA device is there, but this build has no CUDA kernels; rebuild it with PYENGINE_CUDA=1")
+        notes.append(
+            "runs on the CPU: there is a CUDA device, but this build has no CUDA kernels; rebuild with PYENGINE_CUDA=1"
+        )
     max_model_len = args.max_model_len or arch.max_position_embeddings
     if arch.quantization == "gguf" and load.quantization is None:
         notes.append(f"GGUF weights are dequantised to {dtype}" + ("" if device == "cpu" else f" on {device}"))

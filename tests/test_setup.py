@@ -19,7 +19,8 @@ def setup_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     for name in ("PYENGINE_CUDA", "CUDACXX"):
         monkeypatch.delenv(name, raising=False)
     spec = importlib.util.spec_from_file_location("pyengine_setup", SETUP)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

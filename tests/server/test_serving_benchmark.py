@@ -49,6 +49,38 @@ def test_no_server_is_one_line(tmp_path: Path) -> None:
     assert done.stderr == f"error: no server answers at {target}; start one with: python -m pyengine.server\n"
 
 
+def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "benchmarks/serving.py",
+        "--model",
+        str(tmp_path / "nothing"),
+        "--out",
+        str(tmp_path / "none.png"),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=120
+    )
+    assert done.returncode == 1
+    said = done.stderr.splitlines()
+    assert said[0].startswith("the server did not start: ")
+    assert str(tmp_path / "nothing") in said[-1]
+
+
+def test_a_server_of_its_own_asks_for_no_key(tiny_llama: Path) -> None:
+    """Whatever key the environment holds is that of another server."""
+    code = """
+import sys; sys.path.insert(0, "benchmarks")
+from serving import grpc, pb, rpc, serve
+with serve(sys.argv[1], ["--max-model-len", "64"]) as target, grpc.insecure_channel(target) as channel:
+    print(rpc.InferenceStub(channel).Tokenize(pb.TokenizeRequest(text="a"), timeout=60).token_ids)
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), KEY_VARIABLE: "sk-other"}
+    command = [sys.executable, "-c", code, str(tiny_llama)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 def test_without_matplotlib_nothing_is_run() -> None:
     code = "import sys; sys.modules['matplotlib'] = None; sys.path.insert(0, 'benchmarks'); import serving; serving.main()"
     command = [sys.executable, "-c", code, "--target", "127.0.0.1:1"]
