@@ -68,7 +68,7 @@ def generation_call(
             raise UnsupportedError(name)
     if message.media:
         raise UnsupportedError("media")
-    sent = {key: value for key, value in metadata if isinstance(value, str)}
+    sent = _text_headers(metadata)
     return GenerationCall(
         request_id=headers.request_id(_given(message, "request_id"), sent),
         prompt=prompt(message, trust_chat_template=trust_chat_template),
@@ -80,6 +80,15 @@ def generation_call(
         echo=message.echo,
         has_own_limit=message.sampling.HasField("max_tokens"),
     )
+
+
+def claimed_tenant(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
+    """Whom a call claims to be accounted to."""
+    return headers.tenant(_text_headers(metadata))
+
+
+def _text_headers(metadata: Iterable[tuple[str, str | bytes]]) -> dict[str, str]:
+    return {key: value for key, value in metadata if isinstance(value, str)}
 
 
 def prompt(message: pb.GenerateRequest | pb.TokenizeRequest, *, trust_chat_template: bool) -> Prompt:

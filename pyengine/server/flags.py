@@ -32,7 +32,7 @@ class ServerArgs:
     http_port: int | None = None  # port of the OpenAI-compatible HTTP API; 0: a free one; off by default
     metrics_port: int | None = None  # port for /metrics, /health and /ready alone; 0: a free one; off by default
     max_message_bytes: int = 4 * 2**20  # largest gRPC message and HTTP body that clients may send
-    max_concurrent_requests: int = 4096  # choices in flight, n for each prompt; more get RESOURCE_EXHAUSTED, or 429
+    max_concurrent_requests: int = 4096  # choices and tokenizer calls in flight; more get RESOURCE_EXHAUSTED, or 429
     max_output_tokens: int | None = None  # tokens that a choice may generate; requests for more are refused, others end there
     request_timeout: float | None = None  # seconds that a request may take, a stream's sending included; unlimited by default
     shutdown_timeout: float = 30.0  # seconds that running requests get to finish after SIGTERM

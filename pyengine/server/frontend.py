@@ -65,7 +65,7 @@ class Frontend:
 
     Args:
         version: of this program.
-        max_concurrent_requests: choices in flight; more are refused.
+        max_concurrent_requests: choices in flight, and calls of the tokenizer; more are refused.
         request_timeout: seconds that a request may take; None: as long as its client waits.
         max_output_tokens: that a choice may have; None: as many as the model and the request allow.
         trust_chat_template: whether clients may send chat templates.
@@ -98,7 +98,7 @@ class Frontend:
         self._on_engine_dead = on_engine_dead
         self._serving_engine: EngineClient | None = None
         self._active: dict[str, _InFlight] = {}  # by request id
-        self._num_choices = 0  # of the requests in flight
+        self._num_choices = 0  # of the requests in flight, and calls of the tokenizer
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -133,7 +133,7 @@ class Frontend:
 
     @property
     def num_choices(self) -> int:
-        """Choices of the requests in flight: what max_concurrent_requests bounds."""
+        """Choices of the requests in flight, and calls of the tokenizer: what max_concurrent_requests bounds."""
         return self._num_choices
 
     async def wait_idle(self, timeout: float) -> bool:
@@ -204,6 +204,12 @@ class Frontend:
                     del self._active[request_id]
                 if not self._active:
                     self._idle.set()
+
+    @contextmanager
+    def tokenizing(self, claimed_tenant: str | None) -> Iterator[None]:
+        """Counts a call that wants nothing but the tokenizer, which all requests share, as one choice; raises as `admitted`."""
+        with self._slots(claimed_tenant, Size(1, 1)):
+            yield
 
     @contextmanager
     def _slots(self, claimed_tenant: str | None, size: Size) -> Iterator[None]:

@@ -122,7 +122,8 @@ class EngineCollector(Collector):
             yield _histogram(f"vllm:{name}", text, labels, getattr(engine.metrics, name))
         yield _cache_config(engine.config, labels)
         yield _gauge("pyengine:requests_in_flight", "Requests that this server works on.", labels, self._frontend.num_active)
-        yield _gauge("pyengine:choices_in_flight", "Choices of those requests.", labels, self._frontend.num_choices)
+        choices = "Choices of those requests, and calls of the tokenizer: what --max-concurrent-requests bounds."
+        yield _gauge("pyengine:choices_in_flight", choices, labels, self._frontend.num_choices)
         yield _gauge("pyengine:stalled_seconds", "Time without a step while there is work.", labels, engine.stalled_for())
         yield _gauge(
             "pyengine:is_stalled", "Whether the watchdog holds the engine for stuck.", labels, self._frontend.is_stalled

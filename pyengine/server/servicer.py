@@ -66,12 +66,14 @@ class InferenceServicer:
         async with self._call(request, context, "Tokenize"):
             self._frontend.check_model(convert.model_of(request))
             prompt = convert.prompt(request, trust_chat_template=self._frontend.trust_chat_template)
-            return convert.tokenize_response(await self._frontend.engine.tokenize(prompt))
+            with self._frontend.tokenizing(convert.claimed_tenant(context.invocation_metadata() or ())):
+                return convert.tokenize_response(await self._frontend.engine.tokenize(prompt))
 
     async def Detokenize(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         async with self._call(request, context, "Detokenize"):
             self._frontend.check_model(convert.model_of(request))
-            return convert.detokenize_response(await self._frontend.engine.detokenize(list(request.token_ids)))
+            with self._frontend.tokenizing(convert.claimed_tenant(context.invocation_metadata() or ())):
+                return convert.detokenize_response(await self._frontend.engine.detokenize(list(request.token_ids)))
 
     # What they share
 

@@ -114,6 +114,9 @@ class FakeEngine:
         self.delay = 0.0
         self.hold: int | None = None
         self.hold_warm_up = False
+        self.tokenizer_is_free = asyncio.Event()  # cleared: calls of it wait
+        self.tokenizer_is_free.set()
+        self.num_tokenizer_calls = 0  # that wait or run
         self.errored = False
         self.kv_script: list[KVEventBatch | Exception] = []  # what a subscriber gets
         self.kv_refusal: Exception | None = None  # or this, instead of a subscription
@@ -216,11 +219,20 @@ class FakeEngine:
         return request is not None
 
     async def tokenize(self, prompt: Prompt) -> list[int]:
+        await self._tokenizer()
         return self._encode(prompt)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         _check_ids("token_ids", token_ids)
+        await self._tokenizer()
         return "".join(map(token_text, token_ids))
+
+    async def _tokenizer(self) -> None:
+        self.num_tokenizer_calls += 1
+        try:
+            await self.tokenizer_is_free.wait()
+        finally:
+            self.num_tokenizer_calls -= 1
 
     async def save_tokenizer(self, folder: Path) -> None:
         (folder / "tokenizer.json").write_text('{"version": "1.0"}' + " " * 200_000)

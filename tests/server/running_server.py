@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,6 +60,20 @@ class RunningServer:
         self.engine.hold = None
         request = pb.GenerateRequest(text="next", sampling=pb.SamplingParams(max_tokens=3))
         return self.stub.Complete(request, timeout=60).choices[0].token_ids == [10, 11, 12]
+
+
+def post(
+    server: RunningServer, headers: dict[str, str], path: str = "/v1/completions", **body: Any
+) -> tuple[int, dict[str, Any], dict[str, str]]:
+    """Status, object and headers of a completion of "a", or of another body."""
+    data = json.dumps(({"prompt": "a", "max_tokens": 2} if path == "/v1/completions" else {}) | body).encode()
+    request = urllib.request.Request(server.base_url + path, data, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, json.load(response), dict(response.headers)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error), dict(error.headers)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,8 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
-from fake_engine import MAX_MODEL_LEN
-from running_server import RunningServer, wait_until
+from running_server import RunningServer, post, wait_until
 
 from pyengine.config import EngineArgs
 from pyengine.engine.async_engine import AsyncLLMEngine
@@ -38,19 +36,6 @@ def tenant(name: str, **terms: Any) -> Tenant:
 
 def bearer(name: str, **headers: str) -> dict[str, str]:
     return {"authorization": f"Bearer {KEYS[name]}"} | {key.replace("_", "-"): value for key, value in headers.items()}
-
-
-def post(
-    server: RunningServer, headers: dict[str, str], path: str = "/v1/completions", **body: Any
-) -> tuple[int, dict[str, Any], dict[str, str]]:
-    data = json.dumps(({"prompt": "a", "max_tokens": 2} if path == "/v1/completions" else {}) | body).encode()
-    request = urllib.request.Request(server.base_url + path, data, headers)
-    try:
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return response.status, json.load(response), dict(response.headers)
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, json.load(error), dict(error.headers)
 
 
 @pytest.fixture
@@ -153,6 +138,21 @@ def test_a_tenants_queue_holds_choices(start: Callable[..., RunningServer]) -> N
     assert tenant_figures(server)["pyengine:tenant_choices_in_flight|acme"] == 0
 
 
+def test_calls_of_the_tokenizer_are_their_tenants(start: Callable[..., RunningServer]) -> None:
+    server = start(acme={"rate": 0.001, "burst": 1}, beta={"rate": 0.001, "burst": 4})
+    assert post(server, bearer("acme"), "/tokenize", prompt="a")[0] == 200
+    status, answer, _ = post(server, bearer("gateway", x_tenant="acme"), "/detokenize", tokens=[5])
+    assert (status, answer["error"]["message"]) == (429, "tenant acme may send 0.001 requests a second")
+    metadata = list(bearer("gateway", x_tenant="beta").items())
+    for _ in range(2):
+        server.stub.Tokenize(pb.TokenizeRequest(text="a"), metadata=metadata, timeout=60)
+        server.stub.Detokenize(pb.DetokenizeRequest(token_ids=[5]), metadata=metadata, timeout=60)
+    assert post(server, bearer("beta"))[0] == 429
+    with pytest.raises(grpc.RpcError) as error:
+        server.stub.Tokenize(pb.TokenizeRequest(text="a"), metadata=list(bearer("beta").items()), timeout=60)
+    assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
 def test_requests_are_stopped_by_their_own_tenant_or_a_trusted_key(start: Callable[..., RunningServer]) -> None:
     server = start()
     server.engine.hold = 0
@@ -170,43 +170,6 @@ def test_requests_are_stopped_by_their_own_tenant_or_a_trusted_key(start: Callab
     for call in calls:
         with pytest.raises(grpc.RpcError):
             list(call)
-
-
-def test_a_limit_of_output_tokens_on_both_ports(start_server: Callable[..., RunningServer]) -> None:
-    """More is refused; a request without a limit of its own gets this one."""
-    server = start_server(http_port=0, max_output_tokens=20)
-    status, answer, _ = post(server, {}, max_tokens=21)
-    assert (status, answer["error"]["param"]) == (400, "max_tokens")
-    assert "is 21; this server generates at most 20" in answer["error"]["message"]
-    with pytest.raises(grpc.RpcError) as error:
-        server.stub.Complete(pb.GenerateRequest(text="a", sampling=pb.SamplingParams(max_tokens=21)), timeout=60)
-    assert (error.value.code(), dict(error.value.trailing_metadata())["field"]) == (
-        grpc.StatusCode.INVALID_ARGUMENT,
-        "max_tokens",
-    )
-    unlimited = pb.GenerateRequest(text="a", sampling=pb.SamplingParams(max_tokens=-1))
-    assert len(server.stub.Complete(unlimited, timeout=60).choices[0].token_ids) == 20
-    assert post(server, {}, max_tokens=20)[1]["usage"]["completion_tokens"] == 20
-
-
-def test_no_limit_of_output_tokens_refuses_a_request_that_sets_none(start_server: Callable[..., RunningServer]) -> None:
-    """A long prompt has less room than the server's limit, and is answered all the same."""
-    server = start_server(http_port=0, max_output_tokens=20)
-    ids = [5] * (MAX_MODEL_LEN - 7)
-    unlimited = pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids), sampling=pb.SamplingParams(max_tokens=-1))
-    assert len(server.stub.Complete(unlimited, timeout=60).choices[0].token_ids) == 7
-    chat = {"messages": [{"role": "user", "content": "a" * len(ids)}]}
-    assert post(server, {}, "/v1/chat/completions", **chat)[1]["usage"]["completion_tokens"] == 7
-    status, answer, _ = post(server, {}, "/v1/chat/completions", **chat, min_tokens=21)
-    assert (status, answer["error"]["param"]) == (400, "min_tokens")
-
-
-def test_a_limit_of_output_tokens_below_the_apis_default(start_server: Callable[..., RunningServer]) -> None:
-    """Nobody is refused for the 16 tokens of a completion that does not say how many it wants."""
-    server = start_server(http_port=0, max_output_tokens=10)
-    assert post(server, {}, max_tokens=None)[1]["usage"]["completion_tokens"] == 10
-    assert len(server.stub.Complete(pb.GenerateRequest(text="a"), timeout=60).choices[0].token_ids) == 10
-    assert post(server, {}, max_tokens=16)[0] == 400
 
 
 def tenant_figures(server: RunningServer) -> dict[str, float]:

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from pyengine.errors import InvalidRequestError, PyEngineError, RequestCancelledError
 from pyengine.inputs import Prompt, TextPrompt
+from pyengine.server import headers
 from pyengine.server.auth import ApiKeys
 from pyengine.server.frontend import Frontend
 from pyengine.server.http.answers import Answer
@@ -93,7 +94,8 @@ def create_app(frontend: Frontend, *, max_body_bytes: int, keys: ApiKeys) -> Fas
             body = await _read(request, TokenizeRequest, max_body_bytes)
             frontend.check_model(body.model)
             body.check_supported()
-            tokens = await frontend.engine.tokenize(_prompt_of(body, frontend))
+            with frontend.tokenizing(headers.tenant(request.headers)):
+                tokens = await frontend.engine.tokenize(_prompt_of(body, frontend))
             limit = frontend.engine.config.model.max_model_len
             return _json({"tokens": tokens, "count": len(tokens), "max_model_len": limit})
 
@@ -102,10 +104,11 @@ def create_app(frontend: Frontend, *, max_body_bytes: int, keys: ApiKeys) -> Fas
         with frontend.call():
             body = await _read(request, DetokenizeRequest, max_body_bytes)
             frontend.check_model(body.model)
-            try:
-                return _json({"prompt": await frontend.engine.detokenize(body.tokens)})
-            except InvalidRequestError as error:
-                raise InvalidRequestError("tokens", error.message) from error
+            with frontend.tokenizing(headers.tenant(request.headers)):
+                try:
+                    return _json({"prompt": await frontend.engine.detokenize(body.tokens)})
+                except InvalidRequestError as error:
+                    raise InvalidRequestError("tokens", error.message) from error
 
     @app.get("/version")
     async def version() -> Response:
