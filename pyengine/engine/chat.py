@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -60,14 +61,44 @@ def _checked_messages(messages: Any) -> list[dict[str, Any]]:
             raise InvalidRequestError("messages", f"{where}: must be an object with a role and a content")
         if not isinstance(message.get("role"), str) or not message["role"]:
             raise InvalidRequestError("messages", f"{where}: must have a role")
-        if "content" not in message and "tool_calls" not in message:
-            raise InvalidRequestError("messages", f"{where}: must have a content")
         copy = dict(message)
+        if "tool_calls" in copy and copy["tool_calls"] in (None, [], ()):
+            del copy["tool_calls"]  # clients send back answers with all their nulls, and templates ask whether the key is there
+        if "tool_calls" in copy:
+            copy["tool_calls"] = _tool_calls(i, copy["tool_calls"])
+        elif "content" not in copy:
+            raise InvalidRequestError("messages", f"{where}: must have a content")
         # Where an assistant called tools, that is its message, and templates know a null content.
-        if "content" in copy and not (copy["content"] is None and copy.get("tool_calls")):
+        if "content" in copy and not (copy["content"] is None and "tool_calls" in copy):
             copy["content"] = _content(where, copy["content"])
         checked.append(copy)
     return checked
+
+
+def _tool_calls(i: int, calls: Any) -> list[Any]:
+    """Message `i`'s calls of tools, with their arguments as templates expect them: objects, which they turn into JSON."""
+    if isinstance(calls, str | bytes | Mapping) or not isinstance(calls, Sequence):
+        raise InvalidRequestError(f"messages[{i}].tool_calls", "must be a list of tool calls")
+    parsed: list[Any] = []
+    for j, call in enumerate(calls):
+        if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+            raise InvalidRequestError(f"messages[{i}].tool_calls[{j}]", "must be an object with a function")
+        arguments = _arguments(f"messages[{i}].tool_calls[{j}].function.arguments", call["function"].get("arguments"))
+        parsed.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return parsed
+
+
+def _arguments(field: str, arguments: Any) -> Mapping[str, Any]:
+    if arguments is None or arguments == "":  # a tool without parameters
+        return {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, Mapping):
+        raise InvalidRequestError(field, "must be a JSON object, or the text of one")
+    return arguments
 
 
 def render_chat(tokenizer: Any, prompt: ChatPrompt) -> str:

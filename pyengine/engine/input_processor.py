@@ -165,7 +165,8 @@ class InputProcessor:
             self._check_length("prompt", text, must_fit)
             token_ids = self._encode(text, prompt.add_special_tokens)
         elif isinstance(prompt, ChatPrompt):
-            text = render_chat(self._need_tokenizer("messages"), prompt)
+            # Checked when it is rendered, for JSON in a message may spell what the message itself could not hold.
+            text = _check_text("messages", render_chat(self._need_tokenizer("messages"), prompt), empty=True)
             self._check_length("messages", text, must_fit)
             token_ids = self._encode(text, False)  # the template writes the special tokens itself
         else:

@@ -263,6 +263,74 @@ def test_a_null_content_is_refused_in_plain_words(chat_tokenizer: Any) -> None:
     assert refuse(ChatPrompt(messages), "messages", processor(chat_tokenizer)).endswith("message 1: content must not be null")
 
 
+#: As models that call tools have it.
+TOOL_TEMPLATE = (
+    "{% for m in messages %}{% if 'tool_calls' in m %}{% for t in m.tool_calls %}"
+    "<call>{{ t.id }} {{ t.function.name }} {{ t.function.arguments | tojson }}{% endfor %}"
+    "{% else %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("nothing", [None, [], ()])
+def test_no_tool_calls_are_as_if_unsaid(chat_tokenizer: Any, nothing: Any) -> None:
+    """Clients send an assistant's answer back with all its nulls."""
+    made = processor(chat_tokenizer)
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": nothing}]
+    assert chat(made, messages, chat_template=TOOL_TEMPLATE) == "<user>a<assistant>b"
+    assert "tool_calls" in messages[1], "the client's own is left alone"
+    refuse(ChatPrompt([{"role": "assistant", "tool_calls": nothing}]), "messages", made)
+    refuse(ChatPrompt([{"role": "assistant", "content": None, "tool_calls": nothing}]), "messages", made)
+
+
+def tool_call(**function: Any) -> dict[str, Any]:
+    return {"id": "c1", "type": "function", "function": {"name": "f"} | function}
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        ({"arguments": '{"city": "Köln", "days": [1, 2]}'}, '{"city": "Köln", "days": [1, 2]}'),
+        ({"arguments": {"city": "Köln"}}, '{"city": "Köln"}'),
+        ({"arguments": ""}, "{}"),
+        ({"arguments": None}, "{}"),
+        ({}, "{}"),
+    ],
+)
+def test_templates_get_the_arguments_of_tools_as_objects(chat_tokenizer: Any, function: Any, expected: str) -> None:
+    """OpenAI's clients send their text, which a template would put into quotes once more."""
+    for content in ({}, {"content": None}, {"content": ""}):
+        messages = [{"role": "assistant", "tool_calls": [tool_call(**function)], **content}]
+        text = chat(processor(chat_tokenizer), messages, chat_template=TOOL_TEMPLATE)
+        assert text == f"<call>c1 f {expected}"
+        assert messages[0]["tool_calls"] == [tool_call(**function)], "the client's own is left alone"
+
+
+@pytest.mark.parametrize(
+    ("calls", "where"),
+    [
+        *[
+            ([tool_call(), tool_call(arguments=bad)], "[1].function.arguments")
+            for bad in ("{", "[1]", "5", "null", '"{}"', "{}{}", "[" * 100_000, '{"a": ' + "1" * 5000 + "}", 5, [1], True)
+        ],
+        ([{"id": "c1"}], "[0]"),
+        ([{"function": "f"}], "[0]"),
+        (["f"], "[0]"),
+        ("f", ""),
+        ({"function": {"name": "f"}}, ""),
+        (5, ""),
+    ],
+)
+def test_malformed_tool_calls_name_the_field(chat_tokenizer: Any, calls: Any, where: str) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    refuse(ChatPrompt(messages), f"messages[1].tool_calls{where}", processor(chat_tokenizer))
+
+
+def test_text_that_is_no_unicode_once_it_is_rendered(chat_tokenizer: Any) -> None:
+    messages = [{"role": "assistant", "tool_calls": [tool_call(arguments='{"a": "\\ud800"}')]}]
+    message = refuse(ChatPrompt(messages, chat_template=TOOL_TEMPLATE), "messages", processor(chat_tokenizer))
+    assert "lone surrogate" in message
+
+
 def test_a_template_says_why_it_refuses(chat_tokenizer: Any) -> None:
     message = refuse(ChatPrompt([{"role": "bad", "content": "a"}]), "messages", processor(chat_tokenizer))
     assert "roles must be good" in message
