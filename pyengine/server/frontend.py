@@ -101,6 +101,9 @@ class Frontend:
         self._num_choices = 0  # of the requests in flight, and calls of the tokenizer
         self._idle = asyncio.Event()
         self._idle.set()
+        self._num_sending = 0
+        self._all_sent = asyncio.Event()
+        self._all_sent.set()
 
     # Lifecycle
 
@@ -138,11 +141,23 @@ class Frontend:
 
     async def wait_idle(self, timeout: float) -> bool:
         """Whether every request in flight ended within `timeout` seconds."""
-        try:
-            await asyncio.wait_for(self._idle.wait(), timeout)
-        except asyncio.TimeoutError:
-            return False
-        return True
+        return await _is_set_within(self._idle, timeout)
+
+    def sending(self) -> Callable[[object], None]:
+        """Count an answer that is sent after its request is over, until what is returned is called."""
+        self._num_sending += 1
+        self._all_sent.clear()
+
+        def sent(_: object) -> None:
+            self._num_sending -= 1
+            if self._num_sending == 0:
+                self._all_sent.set()
+
+        return sent
+
+    async def wait_sent(self, timeout: float) -> bool:
+        """Whether every answer that is being sent was so within `timeout` seconds."""
+        return await _is_set_within(self._all_sent, timeout)
 
     async def abort_active(self) -> None:
         """Abort what is in flight; those calls end with UnavailableError."""
@@ -290,6 +305,14 @@ class Frontend:
         """The text of a prompt that came as token ids."""
         if output.prompt is None and self.engine.has_tokenizer:
             output.prompt = await self.engine.detokenize(output.prompt_token_ids)
+
+
+async def _is_set_within(event: asyncio.Event, timeout: float) -> bool:
+    try:
+        await asyncio.wait_for(event.wait(), timeout)
+    except asyncio.TimeoutError:
+        return False
+    return True
 
 
 def _failure_of(output: RequestOutput) -> Exception | None:

@@ -75,6 +75,7 @@ class InferenceServer:
         self.failed = asyncio.Event()  # the engine is dead
         self._make_engine = make_engine
         self._engine: EngineClient | None = None
+        self._stop_by = 0.0  # by time.monotonic, once it drains
         self._started = time.monotonic()
         self._health = health.aio.HealthServicer()
         self.frontend = Frontend(
@@ -113,7 +114,7 @@ class InferenceServer:
 
     def _add_http_port(self, name: str, app: ASGIApp, port: int) -> None:
         tls = {} if self._tls is None else self._tls.uvicorn_options(ask_clients=name != "metrics")
-        self.http_ports[name] = HttpPort(app, self.args.host, port, STOP_GRACE_SECONDS, tls)
+        self.http_ports[name] = HttpPort(app, self.args.host, port, tls)
 
     async def bind(self) -> None:
         """Take the ports, answer health checks with NOT_SERVING and all else with UNAVAILABLE.
@@ -175,6 +176,7 @@ class InferenceServer:
 
     async def drain(self) -> None:
         """Refuse new calls, let those in flight finish for up to `shutdown_timeout` seconds, abort what is left."""
+        self._stop_by = time.monotonic() + self.args.shutdown_timeout
         if self.frontend.state is State.SERVING:
             self.frontend.state = State.DRAINING
         await self._health.enter_graceful_shutdown()
@@ -183,6 +185,8 @@ class InferenceServer:
             logger.warning("aborting %d requests after %g s", self.frontend.num_active, self.args.shutdown_timeout)
             await self.frontend.abort_active()
             await self.frontend.wait_idle(STOP_GRACE_SECONDS)
+        elif not await self.frontend.wait_sent(max(0.0, self._stop_by - time.monotonic())):
+            logger.warning("answers are not all sent after %g s", self.args.shutdown_timeout)
 
     async def fail(self) -> None:
         """The engine is dead: health flips, calls get INTERNAL from the engine, new ones UNAVAILABLE."""
@@ -198,7 +202,10 @@ class InferenceServer:
             with suppress(asyncio.CancelledError):
                 await self._watcher
             self._watcher = None
-        ports = [http_port.close() for http_port in self.http_ports.values()]
+        # An HTTP answer may be in its connection's buffer still. (gRPC's are waited for by `drain`: its server would also wait
+        # for streams that never end, say of health.)
+        grace = max(STOP_GRACE_SECONDS, self._stop_by - time.monotonic())
+        ports = [http_port.close(grace) for http_port in self.http_ports.values()]
         await asyncio.gather(self._server.stop(STOP_GRACE_SECONDS), *ports)
         tracer, self._tracer = self._tracer, None
         if tracer is not None:

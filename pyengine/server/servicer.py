@@ -46,6 +46,8 @@ class InferenceServicer:
                 responses = convert.GenerationResponses(call, self._frontend.model_name)
                 if responses.wants_prompt_text:
                     await self._frontend.fill_prompt_text(output)
+                # gRPC sends what is returned, and slowly if the client reads slowly: a server that stops waits for it.
+                context.add_done_callback(self._frontend.sending())
                 return responses.complete(output)
 
     async def Abort(self, request: Any, context: grpc.aio.ServicerContext) -> Any:

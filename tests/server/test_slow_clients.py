@@ -6,8 +6,10 @@ import asyncio
 import json
 import logging
 import socket
+import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 
 import grpc
 import pytest
@@ -16,7 +18,9 @@ from running_server import RunningServer, wait_until
 
 from pyengine.outputs import RequestOutput
 from pyengine.server import address
+from pyengine.server.lifecycle import STOP_GRACE_SECONDS
 from pyengine.server.proto import inference_pb2 as pb
+from pyengine.server.proto import inference_pb2_grpc as rpc
 
 
 def large(request: FakeRequest) -> Iterator[RequestOutput | Exception]:
@@ -105,3 +109,103 @@ def test_clients_that_read_nothing_for_long_are_given_up(
     server = start_server(FakeEngine(large), http_port=0)
     with client_that_does_not_read(server):
         wait_until(lambda: is_idle(server))
+
+
+class Gate:
+    """A proxy in front of a port, on the server's loop. While it is shut, nothing passes that the server sends."""
+
+    def __init__(self, server: RunningServer, address: str) -> None:
+        self._server, self._address = server, address
+        self._is_open = asyncio.Event()
+        self._is_open.set()
+        self._listener = server.run(asyncio.start_server(self._serve, "127.0.0.1", 0))
+        self.address = "{}:{}".format(*self._listener.sockets[0].getsockname())
+
+    def shut(self) -> None:
+        self._server.loop.call_soon_threadsafe(self._is_open.clear)
+
+    def open(self) -> None:
+        self._server.loop.call_soon_threadsafe(self._is_open.set)
+
+    async def _serve(self, from_client: asyncio.StreamReader, to_client: asyncio.StreamWriter) -> None:
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # so that what the server sends stays with it
+        host, port = self._address.split(":")
+        connection.connect((host, int(port)))
+        connection.setblocking(False)
+        from_server, to_server = await asyncio.open_connection(sock=connection, limit=4096)
+
+        async def pass_on(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+            with suppress(ConnectionError):
+                while data := await source.read(2**16):
+                    if source is from_server:
+                        await self._is_open.wait()
+                    sink.write(data)
+                    await sink.drain()
+            sink.close()
+
+        await asyncio.gather(pass_on(from_client, to_server), pass_on(from_server, to_client))
+
+
+def call_behind_a_gate(server: RunningServer, api: str, executor: ThreadPoolExecutor) -> tuple[Gate, Callable[[], str]]:
+    """A gate, shut as soon as an answer of 16 MiB has begun to be sent, and what waits for its text."""
+    server.engine.hold = 0
+    if api == "grpc":
+        gate = Gate(server, server.target)
+        channel = grpc.insecure_channel(gate.address, [("grpc.max_receive_message_length", -1)])
+        call = rpc.InferenceStub(channel).Complete.future(pb.GenerateRequest(text="a"), timeout=60)
+
+        def text() -> str:
+            with channel:
+                return str(call.result().choices[0].text)
+    else:
+        gate = Gate(server, server.server.http_ports["http"].address)
+        request = urllib.request.Request(
+            f"http://{gate.address}/v1/completions", b'{"prompt": "a"}', {"Content-Type": "application/json"}
+        )
+        answer = executor.submit(lambda: urllib.request.urlopen(request, timeout=60).read())
+
+        def text() -> str:
+            return str(json.loads(answer.result())["choices"][0]["text"])
+
+    wait_until(lambda: bool(server.engine.running))
+    gate.shut()
+    server.loop.call_soon_threadsafe(server.engine.release)
+    wait_until(lambda: is_idle(server))
+    return gate, text
+
+
+def huge(request: FakeRequest) -> Iterator[RequestOutput | Exception]:
+    for output in count_up(request):
+        assert isinstance(output, RequestOutput)
+        output.outputs[0].text = "x" * 2**24
+        yield output
+
+
+async def stop(server: RunningServer) -> None:
+    """What a signal does."""
+    await server.server.drain()
+    await server.server.close()
+
+
+@pytest.mark.parametrize("api", ["grpc", "http"])
+def test_rule_20_answers_that_are_being_sent_are_sent(start_server: Callable[..., RunningServer], api: str) -> None:
+    """Their requests are over by then."""
+    server = start_server(FakeEngine(huge), http_port=0)
+    with ThreadPoolExecutor() as executor:
+        gate, text = call_behind_a_gate(server, api, executor)
+        stopping = asyncio.run_coroutine_threadsafe(stop(server), server.loop)
+        server.run(asyncio.sleep(STOP_GRACE_SECONDS + 1))
+        assert not stopping.done()
+        gate.open()
+        assert text() == "x" * 2**24
+        stopping.result(timeout=60)
+
+
+def test_rule_20_answers_that_nobody_reads_are_waited_for_until_the_timeout(start_server: Callable[..., RunningServer]) -> None:
+    server = start_server(FakeEngine(huge), shutdown_timeout=0.2)
+    with ThreadPoolExecutor() as executor:
+        gate, text = call_behind_a_gate(server, "grpc", executor)
+        server.run(server.server.drain())
+        gate.open()
+        assert text() == "x" * 2**24

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -27,11 +28,10 @@ class HttpPort:
         app: what answers.
         host: address to listen on.
         port: 0 for a free one.
-        stop_grace: seconds that connections get to end when the port closes.
         tls: arguments of uvicorn.Config; none: plain text.
     """
 
-    def __init__(self, app: ASGIApp, host: str, port: int, stop_grace: float, tls: Mapping[str, Any]) -> None:
+    def __init__(self, app: ASGIApp, host: str, port: int, tls: Mapping[str, Any]) -> None:
         self.port = port  # the real one after bind
         self._host = host
         self._scheme = "https" if tls else "http"
@@ -44,7 +44,6 @@ class HttpPort:
                 lifespan="off",
                 ws="none",
                 server_header=False,
-                timeout_graceful_shutdown=max(1, round(stop_grace)),
                 **tls,
             )
         )
@@ -72,9 +71,10 @@ class HttpPort:
                 self._task.result()
             await asyncio.sleep(0.005)
 
-    async def close(self) -> None:
-        """Let go of the port and of every connection. Idempotent."""
+    async def close(self, grace: float) -> None:
+        """Let go of the port, and of each connection when it has its answer or `grace` seconds are over. Idempotent."""
         task, self._task = self._task, None
         if task is not None:
+            self._uvicorn.config.timeout_graceful_shutdown = math.ceil(grace)
             self._uvicorn.should_exit = True
             await task
