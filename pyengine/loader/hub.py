@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pyengine.errors import ModelLoadError
+from pyengine.loader.quantization_config import OLD_FILES
 
 TOKENIZER_PATTERNS = (
     "tokenizer*",
@@ -23,6 +24,7 @@ MODEL_PATTERNS = (
     "generation_config.json",
     "model*.safetensors",
     "model.safetensors.index.json",
+    *OLD_FILES,
 )
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _GGUF_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)/([\w./-]+\.gguf)")

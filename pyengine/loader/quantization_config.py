@@ -21,7 +21,7 @@ Layout = Literal["gptq", "awq", "packed", "fp8", "int8"]
 _METHODS = ("gptq", "awq", "fp8", "compressed-tensors")
 _GROUP_STEP = 32  # group sizes are multiples of it
 #: Where older tools left the configuration.
-_OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +136,7 @@ def _find(folder: Path) -> _Section | None:
     for key in ("quantization_config", "compression_config"):  # the second is compressed-tensors' older name
         if config.get(key) is not None:
             return _Section(f"{path}: ", config).section(key)
-    for name, method in _OLD_FILES.items():
+    for name, method in OLD_FILES.items():
         if (folder / name).exists():
             return _Section(f"{folder / name}: ", {"quant_method": method} | read_json(folder / name))
     return None

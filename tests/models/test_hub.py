@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 from gguf_files import write_gguf
 from hub_server import hub_server
+from quantized_folders import FORMATS, write_quantized
+from tiny_models import edit_config, make_model
+
+from pyengine.loader.checkpoint import open_checkpoint
 
 CODE = """
 import json, sys
@@ -85,3 +89,20 @@ def test_hub_ids(tiny_llama: Path, tmp_path: Path) -> None:
     answers = opened_in_a_fresh_process(server.endpoint, [("tiny/llama", None), ("tiny/new", None)], tmp_path)
     assert answers[0] == folder
     assert "cannot be asked" in str(answers[1])
+
+
+def test_hub_ids_of_older_quantised_models(tmp_path: Path) -> None:
+    """Whose configuration is in a file of its own, which must be downloaded, too."""
+    plain = make_model(tmp_path / "plain", intermediate_size=192)  # a multiple of the group sizes
+    repositories = {}
+    for method, file in (("gptq", "quantize_config.json"), ("awq", "quant_config.json")):
+        folder = repositories[f"tiny/{method}"] = tmp_path / method
+        write_quantized(plain, FORMATS[method], folder, tmp_path / f"plain-{method}")
+        edit_config(folder, quantization_config=None)
+        (folder / file).write_text(json.dumps(FORMATS[method].config))
+    with hub_server(repositories) as server:
+        answers = opened_in_a_fresh_process(server.endpoint, [(name, None) for name in repositories], tmp_path)
+    for (name, folder), answer in zip(repositories.items(), answers, strict=True):
+        assert isinstance(answer, list), answer
+        assert answer[:2] == [name, "safetensors"]
+        assert answer[3] == sum(float(tensor.double().sum()) for _, tensor in open_checkpoint(str(folder)).tensors())
