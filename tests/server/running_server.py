@@ -67,7 +67,7 @@ def post(
 ) -> tuple[int, dict[str, Any], dict[str, str]]:
     """Status, object and headers of a completion of "a", or of another body."""
     data = json.dumps(({"prompt": "a", "max_tokens": 2} if path == "/v1/completions" else {}) | body).encode()
-    request = urllib.request.Request(server.base_url + path, data, headers)
+    request = urllib.request.Request(server.base_url + path, data, {"Content-Type": "application/json"} | headers)
     try:
         with urllib.request.urlopen(request, timeout=60) as response:
             return response.status, json.load(response), dict(response.headers)

@@ -140,7 +140,8 @@ def test_rule_5_clients_that_go_at_random(real: RunningServer, client: openai.Op
         body = {"prompt": [rng.randrange(4, 512) for _ in range(rng.randrange(1, 80))], "max_tokens": 100}
         data = json.dumps(body | {"stream": rng.random() < 0.6, "ignore_eos": True})
         sockets.append(socket.create_connection((host, int(port))))
-        sockets[-1].sendall(f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(data)}\r\n\r\n{data}".encode())
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+        sockets[-1].sendall(f"{head}\r\n\r\n{data}".encode())
         if rng.random() < 0.6:
             sockets.pop(rng.randrange(len(sockets))).close()
     for connection in sockets:

@@ -27,6 +27,8 @@ from pyengine.sampling_params import RequestOutputKind
 from pyengine.server.http import app
 from pyengine.server.proto import inference_pb2 as pb
 
+JSON = {"Content-Type": "application/json"}
+
 
 def connect(server: RunningServer) -> http.client.HTTPConnection:
     return http.client.HTTPConnection(server.server.http_ports["http"].address, timeout=60)
@@ -37,7 +39,7 @@ def call(server: RunningServer, path: str, body: Any = None, **headers: str) -> 
     connection = connect(server)
     try:
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        connection.request("GET" if data is None else "POST", path, data, headers)
+        connection.request("GET" if data is None else "POST", path, data, JSON | headers)
         response = connection.getresponse()
         text = response.read().decode()
         is_json = response.headers["content-type"] == "application/json"
@@ -49,7 +51,7 @@ def call(server: RunningServer, path: str, body: Any = None, **headers: str) -> 
 def begin(server: RunningServer, **body: Any) -> http.client.HTTPConnection:
     """A completion that is not waited for."""
     connection = connect(server)
-    connection.request("POST", "/v1/completions", json.dumps({"prompt": "a"} | body))
+    connection.request("POST", "/v1/completions", json.dumps({"prompt": "a"} | body), JSON)
     return connection
 
 
@@ -205,7 +207,8 @@ def test_bodies_that_do_not_come(
     """A client that stops in the middle is told so after a while; one that goes away is nobody's fault."""
     server = start_server(http_port=0)
     host, port = server.server.http_ports["http"].address.split(":")
-    half = b'POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{"prompt":'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
+    half = head + b'{"prompt":'
     with socket.create_connection((host, int(port)), timeout=60) as client:
         client.sendall(half)
     monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
@@ -241,6 +244,21 @@ def test_tokenize_and_the_rest(shared_http_server: RunningServer) -> None:
     for path, method_body, expected in (("/v2/none", None, 404), ("/v1/completions", None, 405), ("/v1/models", {}, 405)):
         status, answer, _ = call(server, path, method_body)
         assert (status, answer["error"]["type"]) == (expected, "invalid_request_error")
+
+
+@pytest.mark.parametrize("media_type", ["text/plain", "application/x-www-form-urlencoded", "text/plain;application/json", ""])
+def test_bodies_that_are_not_said_to_be_json(shared_http_server: RunningServer, media_type: str) -> None:
+    """A page may send such a body to a server that is not its own, and need not ask the server first."""
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+        status, answer, _ = call(shared_http_server, path, {"prompt": "a"}, **{"Content-Type": media_type})
+        assert (status, answer["error"]["type"]) == (415, "invalid_request_error")
+        assert "must be sent with Content-Type: application/json" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("media_type", ["application/json; charset=utf-8", "Application/JSON"])
+def test_bodies_that_are_said_to_be_json(shared_http_server: RunningServer, media_type: str) -> None:
+    body = {"prompt": "a", "max_tokens": 1}
+    assert call(shared_http_server, "/v1/completions", body, **{"Content-Type": media_type})[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -306,7 +324,7 @@ def test_rule_20_sigterm_drains_http_too() -> None:
         process.wait_ready()
         address = process.wait_for(r"^serving http on http://(\S+)$").group(1)
         running, new = http.client.HTTPConnection(address, timeout=60), http.client.HTTPConnection(address, timeout=60)
-        running.request("POST", "/v1/completions", json.dumps({"prompt": "a", "max_tokens": 40, "stream": True}))
+        running.request("POST", "/v1/completions", json.dumps({"prompt": "a", "max_tokens": 40, "stream": True}), JSON)
         response = running.getresponse()
         assert response.status == 200
         process.process.send_signal(signal.SIGTERM)

@@ -52,7 +52,8 @@ def figures(url: str) -> dict[str, float]:
 
 def http_request(max_tokens: int, **body: Any) -> bytes:
     data = json.dumps({"prompt": "a", "max_tokens": max_tokens, "ignore_eos": True, "stream": True} | body)
-    return f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(data)}\r\n\r\n{data}".encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    return f"{head}\r\n\r\n{data}".encode()
 
 
 async def over_http(address: tuple[str, int], rng: random.Random, is_slow: bool, outcomes: Outcomes) -> None:

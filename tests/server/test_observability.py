@@ -75,7 +75,7 @@ def test_one_span_a_request_with_its_phases(tiny_llama: Path, collector: Collect
         list(server.stub.Generate(request, metadata=[("traceparent", TRACEPARENT), ("x-request-id", "streamed")], timeout=120))
         server.stub.Complete(request, metadata=[("x-request-id", "whole")], timeout=120)
         body = json.dumps({"prompt": [5] * 20, "max_tokens": 3, "ignore_eos": True, "n": 2}).encode()
-        headers = {"traceparent": TRACEPARENT, "x-request-id": "http"}
+        headers = {"traceparent": TRACEPARENT, "x-request-id": "http", "content-type": "application/json"}
         urllib.request.urlopen(urllib.request.Request(f"{server.base_url}/v1/completions", body, headers), timeout=120).close()
     finally:
         server.close()  # sends what is left

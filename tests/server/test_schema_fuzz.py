@@ -30,7 +30,7 @@ from pyengine.engine.llm_engine import LLMEngine
 from pyengine.server.proto import inference_pb2 as pb
 
 MAX_N, MAX_TOKENS = 3, 4  # what longer legal requests are cut to
-CLIENT_ERRORS = (400, 401, 404, 405, 408, 413, 422, 429, 499, 501)
+CLIENT_ERRORS = (400, 401, 404, 405, 408, 413, 415, 422, 429, 499, 501)
 FINE = (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND)
 
 

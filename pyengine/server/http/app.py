@@ -132,10 +132,14 @@ async def _read(request: Request, model: type[Body], limit: int) -> Body:
     """The body.
 
     Raises:
-        HTTPException: it is too large, or too slow in coming, and was not read to its end.
+        HTTPException: it is not said to be JSON, or it is too large or too slow in coming, and was not read to its end.
         RequestCancelledError: the client went away while it sent it.
         InvalidRequestError: naming the field.
     """
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        # A web page may send text/plain to any server that its visitor reaches, keyless ones on this machine included.
+        raise HTTPException(415, f"the body must be sent with Content-Type: application/json, got {media_type[:100] or 'none'}")
     try:
         data = await asyncio.wait_for(_received(request, limit), BODY_SECONDS)
     except asyncio.TimeoutError:
