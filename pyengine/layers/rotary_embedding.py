@@ -62,6 +62,8 @@ def scaled_frequencies(
     `dynamic` (NTK by length) changes nothing up to max_position, which is as far as a sequence may grow here, so it is the same
     as none. `frequency_factors` is GGUF's form of Llama 3's scaling: one divisor a frequency.
     """
+    if not 1 < theta < math.inf:  # at 1 and below, frequencies do not fall
+        raise ModelLoadError(f"rope_theta is {theta:g}, not above 1")
     inv_freq = 1.0 / theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
     if scaling is None:
         return inv_freq, 1.0
@@ -69,7 +71,7 @@ def scaled_frequencies(
     if rope_type == "dynamic":
         return inv_freq, 1.0
     if rope_type == "linear":
-        return inv_freq / _number(scaling, "factor"), 1.0
+        return inv_freq / _positive(scaling, "factor"), 1.0
     if rope_type == "llama3":
         return _llama3(inv_freq, scaling, max_position), 1.0
     if rope_type == "yarn":
@@ -90,9 +92,16 @@ def _number(scaling: Mapping[str, Any], key: str, default: float | None = None) 
     return float(value)
 
 
+def _positive(scaling: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = _number(scaling, key, default)
+    if not 0 < value < math.inf:
+        raise ModelLoadError(f"rope_scaling of type {scaling['rope_type']}: {key} is {value:g}, not a positive number")
+    return value
+
+
 def _llama3(inv_freq: Tensor, scaling: Mapping[str, Any], max_position: int) -> Tensor:
     """Llama 3.1's: low frequencies are divided, high ones kept, and those between are blended."""
-    factor = _number(scaling, "factor")
+    factor = _positive(scaling, "factor")
     low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
     original = _number(scaling, "original_max_position_embeddings", max_position)
     wavelength = 2 * math.pi / inv_freq  # positions in one turn
@@ -102,16 +111,16 @@ def _llama3(inv_freq: Tensor, scaling: Mapping[str, Any], max_position: int) -> 
 
 def _yarn(inv_freq: Tensor, theta: float, scaling: Mapping[str, Any], max_position: int) -> tuple[Tensor, float]:
     """YaRN (Peng et al., 2023): blends by the number of turns in the original context, and sharpens the logits."""
-    original = _number(scaling, "original_max_position_embeddings", max_position)
-    factor = _number(scaling, "factor", max_position / original)
+    original = _positive(scaling, "original_max_position_embeddings", max_position)
+    factor = _positive(scaling, "factor", max_position / original)
     num_freqs = inv_freq.numel()
 
     def dimension_with(turns: float) -> float:
         """The (fractional) index of the frequency that turns so often within the original context."""
         return num_freqs * math.log(original / (turns * 2 * math.pi)) / math.log(theta)
 
-    first = dimension_with(_number(scaling, "beta_fast", 32.0))
-    last = dimension_with(_number(scaling, "beta_slow", 1.0))
+    first = dimension_with(_positive(scaling, "beta_fast", 32.0))
+    last = dimension_with(_positive(scaling, "beta_slow", 1.0))
     if scaling.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, 2 * num_freqs - 1)

@@ -73,7 +73,6 @@ def build_tokenizer(file: GGUFFile) -> Tokenizer:
     if _PREFIX + "tokens" not in file:
         raise ModelLoadError(f"{file.path}: key {_PREFIX}tokens is missing: the file has no tokenizer")
     tokens = file.strings(_PREFIX + "tokens")
-    types: Sequence[int] = file.get(_PREFIX + "token_type", ())
     try:
         if kind == "gpt2":
             tokenizer = _byte_level(file, tokens)
@@ -81,17 +80,35 @@ def build_tokenizer(file: GGUFFile) -> Tokenizer:
             tokenizer = _sentencepiece(file, tokens)
         else:
             raise ModelLoadError(f"{file.path}: {_PREFIX}model {kind!r} is not supported; gpt2 and llama are")
+        _add_tokens(file, tokenizer, tokens)
+        tokenizer.post_processor = _post_processor(file, tokens)
     except ModelLoadError:
         raise
     except Exception as error:  # tokenizers raises plain Exceptions, say for a merge that is not in the vocabulary
         raise ModelLoadError(f"{file.path}: its tokenizer cannot be built: {error}") from error
-    pairs = list(zip(tokens, types, strict=False))
+    return tokenizer
+
+
+def _add_tokens(file: GGUFFile, tokenizer: Tokenizer, tokens: list[str]) -> None:
+    """Name the tokens that text is searched for before it is cut."""
+    pairs = list(zip(tokens, _numbers(file, "token_type"), strict=False))
     special = [token for token, token_type in pairs if token_type == _TokenType.CONTROL]
     whole = [token for token, token_type in pairs if token_type == _TokenType.USER_DEFINED]
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in whole])
-    tokenizer.post_processor = _post_processor(file, tokens)
-    return tokenizer
+
+
+def _numbers(file: GGUFFile, key: str) -> tuple[float, ...]:
+    values = file.get(_PREFIX + key, ())
+    if not isinstance(values, tuple):
+        raise ModelLoadError(f"{file.path}: key {_PREFIX}{key} is not an array of numbers")
+    return values
+
+
+def _token(file: GGUFFile, tokens: list[str], key: str, token_id: object) -> str:
+    if not isinstance(token_id, int) or not 0 <= token_id < len(tokens):
+        raise ModelLoadError(f"{file.path}: key {_PREFIX}{key} is {token_id!r}, and there are {len(tokens)} tokens")
+    return tokens[token_id]
 
 
 def _byte_level(file: GGUFFile, tokens: list[str]) -> Tokenizer:
@@ -136,14 +153,13 @@ def _pre_tokenizer(file: GGUFFile, pre: str) -> pre_tokenizers.PreTokenizer:
 def _sentencepiece(file: GGUFFile, tokens: list[str]) -> Tokenizer:
     if _PREFIX + "scores" not in file:
         raise ModelLoadError(f"{file.path}: key {_PREFIX}scores is missing")
-    scores: Sequence[float] = file.get(_PREFIX + "scores")
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
-    unknown_id = file.get(_PREFIX + "unknown_token_id", 0)
+    unknown = _token(file, tokens, "unknown_token_id", file.get(_PREFIX + "unknown_token_id", 0))
     tokenizer = Tokenizer(
         models.BPE(
             vocab=vocab,
-            merges=list(_merges_from_scores(vocab, scores)),
-            unk_token=tokens[unknown_id],
+            merges=list(_merges_from_scores(vocab, _numbers(file, "scores"))),
+            unk_token=unknown,
             fuse_unk=True,
             byte_fallback=True,
         )
@@ -176,8 +192,8 @@ def _post_processor(file: GGUFFile, tokens: list[str]) -> processors.PostProcess
     for adds, key, place in ((adds_bos, "bos_token_id", before), (adds_eos, "eos_token_id", after)):
         token_id = file.get(_PREFIX + key)
         if adds and token_id is not None:
-            place.append(tokens[token_id])
-            special.append((tokens[token_id], token_id))
+            place.append(_token(file, tokens, key, token_id))
+            special.append((place[-1], token_id))
     single = [*before, "$A", *after]
     pair = [*single, *before, "$B:1", *after]
     return processors.TemplateProcessing(single=single, pair=pair, special_tokens=sorted(set(special)))

@@ -57,6 +57,12 @@ class _Config:
             raise self.fail(f"{key} is {value!r}, not a number")
         return float(value)
 
+    def names(self, key: str, default: list[str]) -> list[str]:
+        value = self.get(key, default)
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            raise self.fail(f"{key} is {value!r}, not a list of names")
+        return value
+
     def token_ids(self, key: str) -> tuple[int, ...]:
         value = self.get(key, [])
         ids = value if isinstance(value, list) else [value]
@@ -107,11 +113,11 @@ def read_arch(folder: Path, supported_architectures: tuple[str, ...]) -> ModelAr
 
 
 def _architecture(config: _Config, supported: tuple[str, ...]) -> str:
-    architectures = config.get("architectures", [])
+    architectures = config.names("architectures", [])
     for architecture in architectures:
         if architecture in supported:
-            return str(architecture)
-    found = ", ".join(map(str, architectures)) or f"none (model_type {config.get('model_type')!r})"
+            return architecture
+    found = ", ".join(architectures) or f"none (model_type {config.get('model_type')!r})"
     raise config.fail(f"architecture {found} is not supported; supported: {', '.join(supported)}")
 
 
@@ -152,8 +158,10 @@ def _sliding_window(config: _Config) -> int | None:
         return None
     num_layers = config.positive("num_hidden_layers")
     first = config.get("max_window_layers", 0) if "use_sliding_window" in config.values else 0
+    if not isinstance(first, int):
+        raise config.fail(f"max_window_layers is {first!r}, not an integer")
     kinds = ["full_attention" if layer < first else "sliding_attention" for layer in range(num_layers)]
-    kinds = config.get("layer_types", kinds)
+    kinds = config.names("layer_types", kinds)
     if set(kinds) == {"full_attention"}:
         return None
     if set(kinds) != {"sliding_attention"}:

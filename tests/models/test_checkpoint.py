@@ -190,6 +190,35 @@ config_case(
     "mixed_layers", {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]}, "layers of different"
 )
 config_case("eos", {"eos_token_id": "</s>"}, "eos_token_id")
+config_case("architectures", {"architectures": 5}, "architectures is 5, not a list of names")
+config_case("layer_types", {"sliding_window": 8, "layer_types": 3}, "layer_types is 3, not a list of names")
+config_case("layer_type", {"sliding_window": 8, "layer_types": [{}, {}]}, "layer_types is [{}, {}], not a list of names")
+config_case(
+    "window_layers",
+    {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": "all"},
+    "max_window_layers is 'all', not an integer",
+)
+
+
+def rope_case(name: str, parameters: dict[str, Any], *words: str) -> None:
+    def apply(folder: Path) -> Path:
+        edit_config(folder, rope_parameters={"rope_theta": 1e4} | parameters)
+        return folder
+
+    HF_CASES[name] = (apply, list(words))
+
+
+_YARN = {"rope_type": "yarn", "factor": 2.0}
+rope_case("theta_1", _YARN | {"rope_theta": 1}, "rope_theta is 1, not above 1")
+rope_case("theta_0", {"rope_theta": 0.0}, "rope_theta is 0, not above 1")
+rope_case("theta_below", _YARN | {"rope_theta": -1e4}, "rope_theta is -10000, not above 1")
+rope_case(
+    "yarn_original", _YARN | {"original_max_position_embeddings": 0}, "original_max_position_embeddings is 0, not a positive"
+)
+rope_case("yarn_beta", _YARN | {"beta_slow": 0}, "rope_scaling of type yarn: beta_slow is 0, not a positive number")
+rope_case(
+    "linear_factor", {"rope_type": "linear", "factor": 0}, "rope_scaling of type linear: factor is 0, not a positive number"
+)
 
 
 @hf_case("config.json", "not valid JSON")

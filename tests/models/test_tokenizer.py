@@ -316,6 +316,18 @@ def merge_outside_vocabulary(folder: Path, tiny_llama: Path) -> dict[str, Any]:
     return {"model": with_metadata(tiny_llama, folder / "model.gguf", merges=[*merges, "zzz qqq"])}
 
 
+def end_outside_vocabulary(folder: Path, tiny_llama: Path) -> dict[str, Any]:
+    return {"model": with_metadata(tiny_llama, folder / "model.gguf", eos_token_id=99999, add_eos_token=True)}
+
+
+def beginning_outside_vocabulary(folder: Path, tiny_llama: Path) -> dict[str, Any]:
+    return {"model": with_metadata(tiny_llama, folder / "model.gguf", bos_token_id=99999, add_bos_token=True)}
+
+
+def one_token_type(folder: Path, tiny_llama: Path) -> dict[str, Any]:
+    return {"model": with_metadata(tiny_llama, folder / "model.gguf", token_type=3)}
+
+
 @pytest.mark.parametrize(
     ("case", "words"),
     [
@@ -329,6 +341,9 @@ def merge_outside_vocabulary(folder: Path, tiny_llama: Path) -> dict[str, Any]:
         (unknown_model, ["model.gguf", "tokenizer.ggml.model 'rwkv'"]),
         (no_tokens, ["model.gguf", "tokenizer.ggml.tokens is missing"]),
         (merge_outside_vocabulary, ["model.gguf", "zzz"]),
+        (end_outside_vocabulary, ["model.gguf", "tokenizer.ggml.eos_token_id is 99999"]),
+        (beginning_outside_vocabulary, ["model.gguf", "tokenizer.ggml.bos_token_id is 99999"]),
+        (one_token_type, ["model.gguf", "tokenizer.ggml.token_type is not an array of numbers"]),
     ],
 )
 def test_item_17_one_line_names_what_is_wrong(case: Any, words: list[str], tiny_llama: Path, tmp_path: Path) -> None:
