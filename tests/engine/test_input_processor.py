@@ -246,6 +246,7 @@ def test_chat(chat_tokenizer: Any) -> None:
         ([{"role": "user", "content": ["a"]}], {}, "messages"),
         ([{"role": "user", "content": [{"type": "text"}]}], {}, "messages"),
         ([{"role": "bad", "content": "a"}], {}, "messages"),
+        ([{"role": "user", "content": "a\ud800"}], {}, "messages"),
         ([{"role": "user", "content": "a"}], {"chat_template": "{{ 1 / 0 }}"}, "chat_template"),
         ([{"role": "user", "content": "a"}], {"chat_template": "{% if %}"}, "chat_template"),
         ([{"role": "user", "content": "a"}], {"chat_template": "{{ missing.name }}"}, "chat_template"),
