@@ -70,7 +70,7 @@ class EngineArgs:
     disable_log_stats: bool = False  # no periodic log line with throughput and KV usage
 
     def __post_init__(self) -> None:
-        for name in ("model", "tokenizer", "revision", "download_dir", "served_model_name", "chat_template"):
+        for name in ("model", "tokenizer", "revision", "download_dir", "served_model_name", "chat_template", "tenants"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise ConfigError(name, f"must be a text that is not empty, got {value!r}")

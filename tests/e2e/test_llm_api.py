@@ -129,6 +129,8 @@ def test_unknown_and_wrong_arguments() -> None:
     for model in (5, ""):
         with pytest.raises(ConfigError, match="model"):
             LLM(model)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="tenants: must be a text"):
+        LLM(tenants=Path("tenants.yaml"))
     with pytest.raises(ConfigError, match="device"):
         LLM(device="tpu")
     with pytest.raises(ModelLoadError, match="no such file"):
