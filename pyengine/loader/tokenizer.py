@@ -38,7 +38,11 @@ _NAMED_TOKENS = {
 
 
 def load_tokenizer(
-    checkpoint: Checkpoint, tokenizer: str | None = None, chat_template: str | None = None
+    checkpoint: Checkpoint,
+    tokenizer: str | None = None,
+    chat_template: str | None = None,
+    *,
+    download_dir: str | None = None,
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of a checkpoint. A model without a chat template gets a logged warning.
 
@@ -46,6 +50,7 @@ def load_tokenizer(
         checkpoint: an open checkpoint.
         tokenizer: a Hugging Face folder, GGUF file or hub id to take instead of the checkpoint's own.
         chat_template: a Jinja file or text to take instead of the tokenizer's own.
+        download_dir: the hub's cache, where `tokenizer` is a hub id; Hugging Face's own by default.
 
     Raises:
         ModelLoadError: naming the file that is missing, broken or not supported.
@@ -53,7 +58,7 @@ def load_tokenizer(
     if tokenizer is None:
         result = _from_gguf(checkpoint.file) if isinstance(checkpoint, GGUFCheckpoint) else _from_folder(checkpoint.path)
     else:
-        result = _from_path(_locate(tokenizer))
+        result = _from_path(_locate(tokenizer, download_dir))
     if chat_template is not None:
         _set_chat_template(result, chat_template)
     if not result.chat_template:
@@ -61,12 +66,12 @@ def load_tokenizer(
     return result
 
 
-def _locate(tokenizer: str) -> Path:
+def _locate(tokenizer: str, download_dir: str | None) -> Path:
     path = Path(tokenizer).expanduser()
     if path.exists():
         return path
     if is_hub_id(tokenizer):
-        return download(tokenizer, None, None, TOKENIZER_PATTERNS)
+        return download(tokenizer, None, download_dir, TOKENIZER_PATTERNS)
     raise ModelLoadError(f"tokenizer {tokenizer}: no such file or folder, and not a hub id")
 
 

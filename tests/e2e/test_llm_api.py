@@ -165,6 +165,22 @@ def test_start_up_is_logged_and_fits_itself(tiny_llama: Path, caplog: pytest.Log
     assert "KV pool: " in caplog.text
 
 
+def test_a_tokenizer_from_the_hub_goes_where_downloads_go(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def download(*arguments: Any) -> Path:
+        asked.append(arguments)
+        return tiny_llama
+
+    monkeypatch.setattr("pyengine.loader.tokenizer.download", download)
+    folder = str(tmp_path / "downloads")
+    with LLM(str(tiny_llama), device="cpu", num_kv_blocks=32, tokenizer="owner/name", download_dir=folder) as made:
+        assert made.get_tokenizer()("hello").input_ids
+    assert [(model, download_dir) for model, _, download_dir, _ in asked] == [("owner/name", folder)]
+
+
 def test_a_pool_smaller_than_the_model_starts_and_refuses_only_what_cannot_fit(
     tiny_llama: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
