@@ -58,8 +58,6 @@ def start_up(args: EngineArgs, usage_context: UsageContext = "llm_class") -> Eng
     if not args.skip_tokenizer_init:
         with _phase("tokenizer loaded"):
             tokenizer = load_tokenizer(checkpoint, args.tokenizer, args.chat_template, download_dir=args.download_dir)
-        if getattr(tokenizer, "chat_template", None) is None:
-            logger.warning("%s has no chat template: chat requests are refused, completions work", checkpoint.name)
     executor = UniprocExecutor(checkpoint, load_config)
     try:
         with _phase("weights loaded"):

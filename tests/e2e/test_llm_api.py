@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -179,6 +180,19 @@ def test_a_tokenizer_from_the_hub_goes_where_downloads_go(
     with LLM(str(tiny_llama), device="cpu", num_kv_blocks=32, tokenizer="owner/name", download_dir=folder) as made:
         assert made.get_tokenizer()("hello").input_ids
     assert [(model, download_dir) for model, _, download_dir, _ in asked] == [("owner/name", folder)]
+
+
+def test_no_chat_template_is_one_warning(tiny_llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Chats may bring a template, and so no second one says that they are refused."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_llama, folder)
+    (folder / "chat_template.jinja").unlink()
+    with LLM(str(folder), device="cpu", num_kv_blocks=32) as made:
+        warnings = [record.getMessage() for record in caplog.records if "chat template" in record.getMessage()]
+        assert warnings == [f"{folder} has no chat template: chat requests will be refused unless they bring one"]
+        template = "{{ messages[0].content }}"
+        (output,) = made.chat([{"role": "user", "content": "A"}], SHORT, chat_template=template, use_tqdm=False)
+        assert output.prompt == "A"
 
 
 def test_a_pool_smaller_than_the_model_starts_and_refuses_only_what_cannot_fit(
