@@ -50,8 +50,9 @@ class Admission:
             raise InvalidRequestError("prompt", "must not be empty")
         pool = self._block_manager.pool
         limits = [(max_model_len, "max_model_len is"), (pool.num_blocks * pool.block_size, "the KV pool holds")]
-        if self._shares is not None and (usage := self._shares.of(request).usage) is not None:
-            limits.append((usage.quota * pool.block_size, f"the KV quota of tenant {request.tenant} holds"))
+        if self._shares is not None:
+            quota = self._shares.of(request).usage.quota
+            limits.append((quota * pool.block_size, f"the KV quota of tenant {request.tenant} holds"))
         limit, name = min(limits, key=lambda entry: entry[0])
         if num_prompt + 1 > limit:
             raise InvalidRequestError("prompt", f"has {num_prompt} tokens, and {name} {limit}, which must hold one more")
@@ -120,21 +121,16 @@ class Admission:
             return True
         if not self._shares.has_free_slot(request):
             return False
-        usage = self._shares.of(request).usage
-        if usage is None:
+        share = self._shares.of(request)
+        if not share.tenant.is_rationed:
             return True
         own = [r for r in running if r.tenant == request.tenant]
-        return self.has_quota(plan, usage, len(own), sum(map(self.num_owed_blocks, own)))
+        return self.has_quota(plan, share.usage, len(own), sum(map(self.num_owed_blocks, own)))
 
     def num_owed_blocks(self, request: Request) -> int:
         """Blocks that a running request lacks for the tokens it has."""
         assert request.block_table is not None
         return self._block_manager.num_blocks_for(request.num_tokens) - len(request.block_table.block_ids)
-
-    def num_allowed_blocks(self, request: Request, usage: BlockUsage, running: Sequence[Request]) -> int:
-        """Blocks that the request's tenant may still take for it: what is reserved for protected requests is not among them."""
-        others = [r for r in running if r.is_protected and r.tenant == request.tenant and r is not request]
-        return usage.num_free_blocks - sum(map(self.num_owed_blocks, others))
 
     def num_blocks(self, plan: AdmissionPlan) -> int:
         """Free blocks that the request takes for all tokens that it has; at least 1."""

@@ -7,7 +7,7 @@ class BlockUsage:
     """Counts the distinct blocks that a tenant's sequences hold: what they share is held once.
 
     Args:
-        quota: blocks that it may hold.
+        quota: blocks that it may hold; all there are, if it is not rationed.
     """
 
     __slots__ = ("_holds", "quota")
@@ -28,6 +28,10 @@ class BlockUsage:
     def num_free_blocks(self) -> int:
         """Blocks that the quota leaves."""
         return self.quota - len(self._holds)
+
+    def num_holds(self, block_id: int) -> int:
+        """Sequences of the tenant that hold the block."""
+        return self._holds.get(block_id, 0)
 
     def acquire(self, block_id: int) -> None:
         """A sequence holds the block from now on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Set
 
 from pyengine.config import SchedulerConfig
@@ -46,6 +47,8 @@ class StepBuilder:
         self._output = SchedulerOutput()
         self._token_budget = limits.num_tokens  # tokens that may still be scheduled
         self._num_owed_blocks = 0  # blocks that running requests lack for the tokens they have
+        self._num_reserved_blocks = 0  # those that protected ones lack, which no other gets
+        self._num_reserved_by_tenant: Counter[str | None] = Counter()
         self._admitted: list[Request] = []
         self._pending: PendingPrefixes | None = None  # None: nobody waits for a prefix
         self._deferred: list[Request] = []  # that wait for one, out of the queue until the step is made
@@ -86,11 +89,11 @@ class StepBuilder:
     def _schedule_running(self) -> None:
         """One token for each request that has caught up, then chunks for the others, as far as the budget goes."""
         running = self._live.running
-        num_decodes = num_reserved_blocks = 0
+        num_decodes = 0
         for request in running:
             num_decodes += request.num_tokens - request.num_computed_tokens == 1
             if request.is_protected:
-                num_reserved_blocks += self._admission.num_owed_blocks(request)
+                self._reserve(request, self._admission.num_owed_blocks(request))
         chunk_budget = self._token_budget - num_decodes
         portions = (
             None
@@ -108,7 +111,10 @@ class StepBuilder:
             table = request.block_table
             assert table is not None
             owed = self._admission.num_owed_blocks(request) if request.is_protected else 0
-            slots = self._append_slots(request, num_tokens, index, num_reserved_blocks - owed) if num_tokens else None
+            self._reserve(request, -owed)  # its own are not reserved from it
+            slots = self._append_slots(request, num_tokens, index) if num_tokens else None
+            if owed:
+                self._reserve(request, self._admission.num_owed_blocks(request))
             if slots is None:
                 continue
             num_tokens = table.num_tokens - request.num_computed_tokens
@@ -116,9 +122,12 @@ class StepBuilder:
                 chunk_budget -= num_tokens
                 if portions is not None:
                     portions[str(request.tenant)] -= num_tokens
-            if owed:
-                num_reserved_blocks -= owed - self._admission.num_owed_blocks(request)
             self._schedule(request, num_tokens, slots)
+
+    def _reserve(self, request: Request, num_blocks: int) -> None:
+        """Keep that many blocks more for a protected request."""
+        self._num_reserved_blocks += num_blocks
+        self._num_reserved_by_tenant[request.tenant] += num_blocks
 
     def _schedule(self, request: Request, num_tokens: int, slots: AppendedSlots) -> None:
         """Write a running request's tokens into the step."""
@@ -136,7 +145,7 @@ class StepBuilder:
             cached_reqs.replaced_block_ids[-1].append((position, destination))
             self._output.blocks_to_copy.append((source, destination))
 
-    def _append_slots(self, request: Request, num_tokens: int, behind: int, num_reserved_blocks: int) -> AppendedSlots | None:
+    def _append_slots(self, request: Request, num_tokens: int, behind: int) -> AppendedSlots | None:
         """Make room for a running request's next tokens, or for some of them, preempting requests from index `behind` on.
 
         None: no room, and nobody to preempt. The request waits for a step, holding what it has.
@@ -144,9 +153,9 @@ class StepBuilder:
         manager, table = self._live.block_manager, request.block_table
         assert table is not None
         while True:
-            num_available = num_allowed = manager.num_free_blocks - num_reserved_blocks
+            num_available = num_allowed = manager.num_free_blocks - self._num_reserved_blocks
             if table.usage is not None:
-                num_allowed = self._admission.num_allowed_blocks(request, table.usage, self._live.running)
+                num_allowed = table.usage.num_free_blocks - self._num_reserved_by_tenant[request.tenant]
             slots = manager.append_slots(table, num_tokens, min(num_available, num_allowed))
             if slots is not None:
                 return slots
@@ -244,7 +253,8 @@ class StepBuilder:
         lower = [r for r in running if r.urgency[0] > request.urgency[0] and not r.is_protected]
         if self._shares is None or not self._is_short(request):
             return lower
-        chosen = {id(r) for r in lower + self._shares.displaceable(request, self._admission.num_blocks(plan), running)}
+        num_blocks = self._admission.num_held_blocks(plan, self._shares.of(request).usage)
+        chosen = {id(r) for r in lower + self._shares.displaceable(request, num_blocks, running)}
         return [r for r in running if id(r) in chosen]
 
     # ---- waiting requests

@@ -40,9 +40,9 @@ class TenantShare:
         "virtual_time",
     )
 
-    def __init__(self, tenant: Tenant, usage: BlockUsage | None) -> None:
+    def __init__(self, tenant: Tenant, usage: BlockUsage) -> None:
         self.tenant = tenant
-        self.usage = usage  # None: not rationed
+        self.usage = usage
         self.virtual_time = 0.0  # tokens computed over weight, and what was lifted
         self.num_live = 0  # sequences that have not ended
         self.num_running = 0  # kept up within a step
@@ -63,11 +63,8 @@ class TenantShares:
     def __init__(self, tenants: Sequence[Tenant], max_num_seqs: int, num_blocks: int) -> None:
         self._max_num_seqs = max_num_seqs
         self._num_blocks = num_blocks
-        self._shares = {tenant.name: TenantShare(tenant, self._usage(tenant)) for tenant in tenants}
+        self._shares = {tenant.name: TenantShare(tenant, BlockUsage(int(tenant.kv_quota * num_blocks))) for tenant in tenants}
         self._active_weight = 0.0  # of the tenants that have requests
-
-    def _usage(self, tenant: Tenant) -> BlockUsage | None:
-        return BlockUsage(int(tenant.kv_quota * self._num_blocks)) if tenant.is_rationed else None
 
     def of(self, request: Request) -> TenantShare:
         """The share of the request's tenant, which `resolve` has looked up."""
@@ -164,7 +161,7 @@ class TenantShares:
 
         Args:
             request: that waits.
-            num_blocks: that it needs.
+            num_blocks: by which it raises what its tenant holds.
             running: most urgent first.
 
         Returns:
@@ -173,10 +170,8 @@ class TenantShares:
         own = self.of(request)
         running = list(running)
         num_running = Counter({share.tenant.name: share.num_running for share in self._shares.values()})
-        num_held: Counter[str] = Counter()
-        for other in running:
-            assert other.tenant is not None
-            num_held[other.tenant] += _num_held(other)
+        num_held = {name: share.usage.num_blocks for name, share in self._shares.items()}
+        taken: dict[str, Counter[int]] = {name: Counter() for name in self._shares}  # by block: its holders among the found
         if own.num_running and num_held[own.tenant.name] + num_blocks > self._part(own) * self._num_blocks:
             return []
         found = []
@@ -188,7 +183,10 @@ class TenantShares:
             if share is own or not has_much or other.is_protected or other.urgency[0] < request.urgency[0]:
                 continue
             num_running[name] -= 1
-            num_held[name] -= _num_held(other)
+            assert other.block_table is not None
+            taken[name].update(other.block_table.block_ids)
+            # What others of the tenant share with it stays held until they are found too.
+            num_held[name] -= sum(share.usage.num_holds(b) == taken[name][b] for b in other.block_table.block_ids)
             found.append(other)
         return found[::-1]
 
@@ -241,17 +239,13 @@ class TenantShares:
 
     def stats(self, running: Iterable[Request]) -> dict[str, dict[str, Any]]:
         """Counters and gauges by tenant."""
-        num_running: Counter[str | None] = Counter()
-        num_held: Counter[str | None] = Counter()
-        for request in running:
-            num_running[request.tenant] += 1
-            num_held[request.tenant] += _num_held(request)
+        num_running = Counter(request.tenant for request in running)
         return {
             name: {
                 "num_running": num_running[name],
                 "num_waiting": share.num_live - num_running[name],
-                "num_kv_blocks": num_held[name] if share.usage is None else share.usage.num_blocks,
-                "kv_quota_blocks": self._num_blocks if share.usage is None else share.usage.quota,
+                "num_kv_blocks": share.usage.num_blocks,
+                "kv_quota_blocks": share.usage.quota,
                 "computed_tokens": share.num_computed_tokens,
                 "generation_tokens": share.num_generated_tokens,
                 "num_preemptions": share.num_preemptions,
@@ -269,7 +263,3 @@ def precedence(request: Request) -> tuple[int, float, int]:
     """The order of running requests; without tenants every turn is 0."""
     priority, arrival = request.urgency
     return (priority, request.turn, arrival)
-
-
-def _num_held(request: Request) -> int:
-    return 0 if request.block_table is None else len(request.block_table.block_ids)

@@ -244,10 +244,9 @@ class Harness:
             stats = self.scheduler.tenant_stats()[tenant.name]
             live = [r for r in self.scheduler.live.all.values() if r.tenant == tenant.name]
             assert (stats["num_running"], stats["num_waiting"]) == (len(own), len(live) - len(own))
-            if tenant.is_rationed:
-                assert stats["num_kv_blocks"] == len(held)
-                owed = sum(self.scheduler.live.admission.num_owed_blocks(r) for r in own if r.is_protected)
-                assert len(held) + owed <= stats["kv_quota_blocks"], "a protected request may find no block in its quota"
+            assert stats["num_kv_blocks"] == len(held)
+            owed = sum(self.scheduler.live.admission.num_owed_blocks(r) for r in own if r.is_protected)
+            assert len(held) + owed <= stats["kv_quota_blocks"], "a protected request may find no block in its quota"
 
     def _check_pool(self, on_device: list[Request]) -> None:
         pool, size = self.manager.pool, self.manager.block_size

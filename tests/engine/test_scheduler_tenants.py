@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from scheduling import Harness
 
+from pyengine.engine.request import Request
 from pyengine.errors import InvalidRequestError
 from pyengine.tenants import Tenant
 
@@ -203,6 +205,69 @@ def test_shared_blocks_count_once_against_a_quota() -> None:
     assert num_running(harness, "a") == 6
     harness.run()
     harness.check_outputs()
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_shared_blocks_count_once_against_a_share(is_shared: bool) -> None:
+    """B's requests hold a quarter of the pool, however often their common prompt is in their tables: a fourth one may start."""
+    harness = Harness(num_blocks=100, max_num_seqs=20, max_num_batched_tokens=200, tenants=tenants("a", "b"))
+    prompt = list(range(80 if is_shared else 4))
+    harness.add("b0", prompt, 100, tenant="b")
+    harness.step()
+    for i in range(1, 3):
+        harness.add(f"b{i}", [*prompt, 1000 + i], 100, tenant="b")
+    for i in range(17):
+        harness.add(f"a{i}", 2, 60, tenant="a")
+    harness.step()
+    assert (num_running(harness, "a"), num_running(harness, "b")) == (17, 3)
+    harness.add("b3", [*prompt, 1003], 4, tenant="b")
+    assert steps_to_first_token(harness, "b3") == 1
+    harness.run()
+    harness.check_outputs()
+
+
+def test_a_tenants_shared_blocks_are_left_to_it_while_one_of_its_requests_holds_them() -> None:
+    """A is above its share of blocks by one long prompt, and still is when it loses a request: B gets all it needs at once."""
+    harness = Harness(num_blocks=40, max_num_seqs=16, max_num_batched_tokens=200, tenants=tenants("a", "b"))
+    prompt = list(range(96))
+    harness.add("a0", prompt, 30, tenant="a")
+    harness.step()
+    for i in range(1, 6):
+        harness.add(f"a{i}", [*prompt, 1000 + i], 30, tenant="a")
+    harness.step()
+    assert num_running(harness, "a") == 6
+    assert harness.scheduler.tenant_stats()["a"]["num_kv_blocks"] == 24 + 6
+    harness.add("b", 36, 4, tenant="b")
+    assert steps_to_first_token(harness, "b") == 1
+    assert (num_running(harness, "a"), harness.scheduler.tenant_stats()["a"]["num_kv_blocks"]) == (4, 24 + 4)
+    harness.run()
+    harness.check_outputs()
+
+
+class CountedList(list[Request]):
+    """A list that counts how often someone goes through it."""
+
+    num_passes = 0
+
+    def __iter__(self) -> Iterator[Request]:
+        CountedList.num_passes += 1
+        return super().__iter__()
+
+
+def test_a_step_goes_through_the_running_requests_as_often_however_many_they_are() -> None:
+    """With a quota too, within which every one of them must find its blocks."""
+    passes = []
+    for count in (4, 24):
+        harness = Harness(num_blocks=400, max_num_seqs=32, tenants=tenants("a", a={"kv_quota": 0.9}))
+        for i in range(count):
+            harness.add(f"a{i}", 2, 10, tenant="a")
+        harness.step()
+        assert num_running(harness, "a") == count
+        harness.scheduler.live.running = CountedList(harness.scheduler.live.running)
+        CountedList.num_passes = 0
+        harness.scheduler.schedule()
+        passes.append(CountedList.num_passes)
+    assert passes[0] == passes[1] > 0
 
 
 def test_a_request_that_its_quota_could_never_hold_is_refused() -> None:
