@@ -52,6 +52,16 @@ def test_every_error_is_listed_once() -> None:
     assert descendants(PyEngineError) == set(ALL_ERRORS)
 
 
+def test_ops_that_the_engine_does_not_call_are_named() -> None:
+    section = ARCHITECTURE.split("\n## Ops")[1].split("\n## ")[0]
+    ops = re.findall(r"^(\w+)\(.* -> \(\)$", section, flags=re.M)
+    (paragraph,) = re.findall(r"^Not called by the engine yet.*?\n\n", section, flags=re.M | re.S)
+    package = ROOT / "pyengine"
+    sources = "\n".join(file.read_text() for file in package.rglob("*.py") if file.parent != package / "ops")
+    uncalled = {op for op in ops if not re.search(rf"\.{op}\b", sources)}
+    assert uncalled == set(ops) & set(re.findall(r"`(\w+)`", paragraph))
+
+
 def test_imports_go_one_way() -> None:
     result = subprocess.run(
         [Path(sys.executable).parent / "lint-imports"], cwd=ROOT, capture_output=True, text=True, timeout=120
