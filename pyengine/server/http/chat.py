@@ -99,6 +99,12 @@ class ChatFormatter(Formatter):
             answer["prompt_token_ids"] = outputs[0].prompt_token_ids
         return answer
 
+    def chunks(self, i: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
+        for chunk in super().chunks(i, output):
+            if self._body.return_token_ids and "role" in chunk["choices"][0]["delta"]:
+                chunk["prompt_token_ids"] = output.prompt_token_ids
+            yield chunk
+
     def choice(self, index: int, choice: CompletionOutput, call: GenerationCall, output: RequestOutput) -> dict[str, Any]:
         message = {"role": "assistant", "content": choice.text, "refusal": None}
         return {"index": index, "message": message, **self._rest(choice, call)}
