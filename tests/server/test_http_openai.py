@@ -223,15 +223,7 @@ def test_token_ids_where_asked_for(client: openai.OpenAI) -> None:
     assert (choice.prompt_token_ids, choice.token_ids) == ([0, 97], [10, 11])
     answer: Any = client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=2, extra_body=extra)
     assert (len(answer.prompt_token_ids), answer.choices[0].token_ids) == (11, [10, 11])
-    stream = client.chat.completions.create(
-        model="fake",
-        messages=MESSAGES,
-        max_tokens=2,
-        n=2,
-        stream=True,
-        stream_options={"include_usage": True},
-        extra_body=extra,
-    )
+    stream = client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=2, n=2, stream=True, extra_body=extra)
     chunks: list[Any] = [chunk.to_dict() for chunk in stream]
     with_role = [chunk for chunk in chunks if "role" in chunk["choices"][0]["delta"]]
     assert [chunk.get("prompt_token_ids") for chunk in with_role] == [answer.prompt_token_ids] * 2
