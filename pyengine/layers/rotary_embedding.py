@@ -103,6 +103,8 @@ def _llama3(inv_freq: Tensor, scaling: Mapping[str, Any], max_position: int) -> 
     """Llama 3.1's: low frequencies are divided, high ones kept, and those between are blended."""
     factor = _positive(scaling, "factor")
     low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
+    if high <= low:
+        raise ModelLoadError(f"rope_scaling of type llama3: high_freq_factor {high:g} is not above low_freq_factor {low:g}")
     original = _number(scaling, "original_max_position_embeddings", max_position)
     wavelength = 2 * math.pi / inv_freq  # positions in one turn
     keep = ((original / wavelength - low) / (high - low)).clamp(0, 1)  # 0: divided whole; 1: kept whole

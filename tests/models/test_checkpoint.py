@@ -217,6 +217,11 @@ rope_case(
 )
 rope_case("yarn_beta", _YARN | {"beta_slow": 0}, "rope_scaling of type yarn: beta_slow is 0, not a positive number")
 rope_case(
+    "llama3_factors",
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0},
+    "rope_scaling of type llama3: high_freq_factor 4 is not above low_freq_factor 4",
+)
+rope_case(
     "linear_factor", {"rope_type": "linear", "factor": 0}, "rope_scaling of type linear: factor is 0, not a positive number"
 )
 
