@@ -206,7 +206,7 @@ class InferenceServer:
         # for streams that never end, say of health.)
         grace = max(STOP_GRACE_SECONDS, self._stop_by - time.monotonic())
         ports = [http_port.close(grace) for http_port in self.http_ports.values()]
-        await asyncio.gather(self._server.stop(STOP_GRACE_SECONDS), *ports)
+        await asyncio.gather(self._stop_grpc(), *ports)
         tracer, self._tracer = self._tracer, None
         if tracer is not None:
             await asyncio.to_thread(tracer.shutdown)
@@ -215,6 +215,15 @@ class InferenceServer:
             stats = engine.stats()
             await asyncio.to_thread(engine.shutdown)
             logger.info("stopped; last stats: %s", " ".join(f"{key}={value}" for key, value in stats.items()))
+
+    async def _stop_grpc(self) -> None:
+        # After its grace gRPC cancels calls, but then waits for each connection's last write, which some client may never read.
+        stopping = asyncio.create_task(self._server.stop(STOP_GRACE_SECONDS))
+        await asyncio.wait([stopping], timeout=2 * STOP_GRACE_SECONDS)
+        if stopping.done():
+            stopping.result()
+        else:
+            logger.warning("clients of the gRPC port take nothing of what is sent to them; their connections are dropped")
 
     async def _warm_up(self, engine: EngineClient) -> None:
         """A prefill and a decode step, so that readiness means that the model runs."""
