@@ -126,14 +126,16 @@ class LLM:
             for request_id, prompt, params in zip(ids, prompts, _as_params(sampling_params, len(prompts)), strict=True)
         ]
         outputs: dict[str, RequestOutput] = {}
+        own = frozenset(ids)
         try:
             for source in sources:
                 engine.add_processed(source)
             with _deferred_interrupt() as check_interrupt, _Progress(len(ids), use_tqdm) as progress:
                 while len(outputs) < len(ids):
                     for output in engine.step():
-                        outputs[output.request_id] = output
-                        progress.update(output)
+                        if output.request_id in own:  # not one of who uses `llm_engine` beside this
+                            outputs[output.request_id] = output
+                            progress.update(output)
                     check_interrupt()
         except BaseException:
             if not engine.errored:

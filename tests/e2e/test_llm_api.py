@@ -63,6 +63,18 @@ def test_results_come_in_order_with_params_of_their_own(llm: LLM) -> None:
     assert len(llm.generate("one", use_tqdm=False)[0].outputs[0].token_ids) <= 16
 
 
+def test_requests_added_to_its_engine_are_not_taken_for_its_own(llm: LLM) -> None:
+    """They run in the same steps, report before all of its own have ended, and go on afterwards."""
+    llm.llm_engine.add_request("other", TokensPrompt([5]), SHORT.replace(max_tokens=6))
+    outputs = llm.generate(["one", "two"], [SHORT, SHORT.replace(max_tokens=2)], use_tqdm=False)
+    assert [(output.prompt, len(output.outputs[0].token_ids)) for output in outputs] == [("one", 4), ("two", 2)]
+    rest = []
+    while llm.llm_engine.has_unfinished_requests():
+        rest += llm.llm_engine.step()
+    assert {(output.request_id, len(output.outputs[0].token_ids)) for output in rest[-1:]} == {("other", 6)}
+    assert_idle(llm)
+
+
 def test_chat(llm: LLM) -> None:
     conversation = [{"role": "user", "content": "What?"}]
     (one,) = llm.chat(conversation, SHORT, use_tqdm=False)
