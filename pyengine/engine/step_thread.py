@@ -167,8 +167,9 @@ class StepThread:
                 self._intake.append(request_id)
                 self._condition.notify()
                 return True
-        # Still being tokenised: it must not be queued at all.
-        self._wake([stream] if stream.fail(RequestCancelledError(f"request {request_id!r} was aborted")) else [])
+            # Still being tokenised: it must not be queued at all, which `submit` sees to from the moment this lock is free.
+            must_wake = stream.fail(RequestCancelledError(f"request {request_id!r} was aborted"))
+        self._wake([stream] if must_wake else [])
         return True
 
     def close(self, stream: OutputStream) -> None:

@@ -15,6 +15,7 @@ import sample_tokenizers
 from fake_executor import FakeExecutor, counting, fake_engine, script_of
 
 from pyengine.engine.async_engine import AsyncLLMEngine
+from pyengine.engine.output_stream import OutputStream
 from pyengine.errors import EngineDeadError, InvalidRequestError, PyEngineError, RequestCancelledError, UnavailableError
 from pyengine.inputs import TextPrompt, TokensPrompt
 from pyengine.outputs import RequestOutput
@@ -257,6 +258,36 @@ async def test_abort_while_a_prompt_is_being_tokenised() -> None:
             await task
         assert executor.steps == []
         assert await engine.drain(1)
+
+
+@run_async
+async def test_an_abort_that_finds_a_prompt_not_queued_keeps_it_from_being_queued() -> None:
+    """Also if it is ready at that moment: it would run, and nobody would know."""
+    async with started() as (engine, executor):
+        thread = engine._step_thread
+        stream = OutputStream("r", asyncio.get_running_loop(), DELTA)
+        source = engine._engine.input_processor.process("r", TokensPrompt([3]), ENDLESS)
+        thread.open(stream)
+        submitting = threading.Thread(target=thread.submit, args=(stream, source))
+        real = stream.fail
+
+        def fail(error: Exception) -> bool:
+            stream.fail = real  # type: ignore[method-assign]
+            submitting.start()
+            submitting.join(0.2)  # until it is queued, unless it has to wait
+            while not submitting.is_alive() and not executor.steps:
+                time.sleep(0.002)
+            return real(error)
+
+        stream.fail = fail  # type: ignore[method-assign]
+        assert await engine.abort("r") is True
+        await asyncio.to_thread(submitting.join)
+        with pytest.raises(RequestCancelledError):
+            await stream.next()
+        thread.close(stream)
+        await engine.reset_metrics()  # after all that was asked before
+        assert not is_live(engine, "r")
+        assert executor.steps == []
 
 
 @run_async
