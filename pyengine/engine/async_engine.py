@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pyengine.config import EngineConfig
 from pyengine.engine.kv_events import KVEventBatch, snapshot_batches
@@ -20,10 +20,12 @@ from pyengine.engine.llm_engine import LLMEngine
 from pyengine.engine.metrics import EngineMetrics
 from pyengine.engine.output_stream import OutputStream
 from pyengine.engine.step_thread import StepThread
-from pyengine.errors import OutOfRangeError, PyEngineError, UnsupportedError
+from pyengine.errors import OutOfRangeError, PyEngineError, UnavailableError, UnsupportedError
 from pyengine.inputs import Prompt
 from pyengine.outputs import RequestOutput
 from pyengine.sampling_params import SamplingParams
+
+T = TypeVar("T")
 
 
 class AsyncLLMEngine:
@@ -121,7 +123,7 @@ class AsyncLLMEngine:
                 max_output_tokens=max_output_tokens,
                 arrival_time=arrival_time,
             )
-            source = await stream.loop.run_in_executor(self._tokenizer_pool, process)
+            source = await self._on_tokenizer_thread(process)
             self._step_thread.submit(stream, source)
             while True:
                 output = await stream.next()
@@ -144,9 +146,9 @@ class AsyncLLMEngine:
 
         Raises:
             InvalidRequestError, UnsupportedError: naming the field.
+            UnavailableError: the engine is shut down.
         """
-        loop = asyncio.get_running_loop()
-        _, token_ids = await loop.run_in_executor(self._tokenizer_pool, self._engine.input_processor.tokenize, prompt)
+        _, token_ids = await self._on_tokenizer_thread(partial(self._engine.input_processor.tokenize, prompt))
         return token_ids
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
@@ -154,20 +156,36 @@ class AsyncLLMEngine:
 
         Raises:
             InvalidRequestError: naming the field.
+            UnavailableError: the engine is shut down.
         """
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._tokenizer_pool, self._engine.input_processor.detokenize, token_ids)
+        return await self._on_tokenizer_thread(partial(self._engine.input_processor.detokenize, token_ids))
 
     async def save_tokenizer(self, folder: Path) -> None:
         """Write the tokenizer's files into a folder, as Transformers does.
 
         Raises:
             UnsupportedError: there is no tokenizer.
+            UnavailableError: the engine is shut down.
         """
         tokenizer = self._engine.tokenizer
         if tokenizer is None:
             raise UnsupportedError("skip_tokenizer_init", "leaves the engine without a tokenizer")
-        await asyncio.get_running_loop().run_in_executor(self._tokenizer_pool, tokenizer.save_pretrained, str(folder))
+        await self._on_tokenizer_thread(partial(tokenizer.save_pretrained, str(folder)))
+
+    async def _on_tokenizer_thread(self, function: Callable[[], T]) -> T:
+        """A function's result on the tokenizer's thread; UnavailableError if the engine is shut down before it begins."""
+        try:
+            future = asyncio.wrap_future(self._tokenizer_pool.submit(function))
+        except RuntimeError:  # the pool takes nothing any more
+            raise UnavailableError("the engine is shut down") from None
+        try:
+            # Raises CancelledError only if the caller is cancelled; to await the future would if `shutdown` cancels that, too.
+            await asyncio.wait([future])
+        finally:
+            future.cancel()  # nothing, if it is done
+        if future.cancelled():
+            raise UnavailableError("the engine is shut down")
+        return future.result()
 
     # ---- around it
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -362,6 +363,34 @@ async def test_shutdown_ends_what_is_in_flight() -> None:
     with pytest.raises(UnavailableError, match="shut down"):
         made.start()
     assert "pyengine-step" not in [thread.name for thread in threading.enumerate()]
+
+
+@run_async
+async def test_shutdown_ends_what_waits_for_the_tokenizer() -> None:
+    """With the error that says so, not as if the caller were cancelled; a caller who is, still is."""
+    tokenizer = sample_tokenizers.byte_level()
+    async with started(counting, tokenizer, vocab_size=len(tokenizer)) as (engine, _):
+        entered, release = threading.Event(), threading.Event()
+        busy = asyncio.create_task(engine._on_tokenizer_thread(lambda: entered.set() or release.wait(20)))
+        await asyncio.to_thread(entered.wait, 10)
+        callers = [
+            lambda: collect(engine, "r", ENDLESS),
+            lambda: engine.tokenize(TextPrompt("the")),
+            lambda: engine.detokenize([3]),
+            lambda: engine.save_tokenizer(Path("/dev/null/nowhere")),
+        ]
+        tasks = [asyncio.create_task(call()) for call in callers]
+        cancelled = asyncio.create_task(engine.tokenize(TextPrompt("the")))
+        await until(lambda: engine._tokenizer_pool._work_queue.qsize() == 5)
+        cancelled.cancel()
+        await asyncio.to_thread(engine.shutdown)
+        results = await asyncio.gather(*tasks, cancelled, return_exceptions=True)
+        assert [type(result) for result in results] == [UnavailableError] * 4 + [asyncio.CancelledError]
+        release.set()
+        assert await busy is True
+        for call in callers:
+            with pytest.raises(UnavailableError, match="shut down"):
+                await call()
 
 
 @run_async
