@@ -63,7 +63,7 @@ class EngineArgs:
     preemption_mode: PreemptionMode = "auto"  # auto: the cheaper by estimate
     enable_prefix_caching: bool = True  # reuse the KV blocks of equal prompt prefixes
     static_batching: bool = False  # run each batch, rows that ended included, to its end; only to compare with
-    seed: int = 0  # of weights that are random and of nothing else: unseeded requests differ
+    seed: int | None = None  # makes requests without one repeatable, in the order in which they arrive; else each run differs
     num_threads: int | None = None  # CPU kernel threads; the process's cores by default
     enforce_eager: bool = False  # run each step op by op, recording none to replay it
     tensor_parallel_size: int = 1  # devices that share each layer's weights
@@ -74,9 +74,11 @@ class EngineArgs:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise ConfigError(name, f"must be a text that is not empty, got {value!r}")
-        for name in ("block_size", "long_prefill_token_threshold", "seed"):
+        for name in ("block_size", "long_prefill_token_threshold"):
             if not isinstance(getattr(self, name), int):
                 raise ConfigError(name, f"must be an integer, got {getattr(self, name)!r}")
+        if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):
+            raise ConfigError("seed", f"must be an integer, got {self.seed!r}")
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_kv_blocks", "num_threads"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -173,7 +175,7 @@ class ModelConfig:
     skip_tokenizer_init: bool = False
     chat_template: str | None = None
     quantization: str | None = None
-    seed: int = 0
+    seed: int | None = None  # of the seeds that unseeded requests get; None: those are random
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +211,6 @@ class LoadConfig:
     quantization: str | None
     repack: bool = False  # quantised weights to 8 bits, for activations of 16
     num_threads: int
-    seed: int
     max_num_batched_tokens: int = 0  # of the largest step, with max_num_seqs: what a profiling run computes; 0: none is made
     max_num_seqs: int = 0
 

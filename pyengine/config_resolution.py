@@ -56,7 +56,6 @@ def resolve_load(args: EngineArgs, arch: ModelArchConfig, hardware: HardwareInfo
         quantization=quantization,
         repack=_resolve_repack(args, device, quantization, hardware),
         num_threads=args.num_threads or hardware.num_cores,
-        seed=args.seed,
         max_num_batched_tokens=_resolve_token_budget(args, device, args.max_model_len or limit),
         max_num_seqs=args.max_num_seqs,
     )

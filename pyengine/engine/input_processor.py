@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import random
 import reprlib
 import secrets
 import time
@@ -75,6 +76,8 @@ class InputProcessor:
         self._vocab_size = config.model.arch.vocab_size
         self._max_model_len = config.model.max_model_len
         self._pool_tokens = config.cache.num_blocks * config.cache.block_size
+        # Of requests without a seed of their own.
+        self._seeds = secrets.SystemRandom() if config.model.seed is None else random.Random(config.model.seed)
         self._eos_token_ids = frozenset(config.model.arch.eos_token_ids)
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             self._eos_token_ids |= {tokenizer.eos_token_id}
@@ -130,16 +133,18 @@ class InputProcessor:
             stop_token_ids=stop_token_ids,
             vocab_size=self._vocab_size,
         )
+        max_total_tokens = self._max_total_tokens(prompt_field(prompt), len(token_ids), params.max_tokens, max_output_tokens)
+        # All checks are done: what is refused takes no seed from the requests that come after it.
         return ProcessedInput(
             request_id=request_id,
             prompt=text,
             prompt_token_ids=token_ids,
             params=params,
-            seed=secrets.randbits(63) if params.seed is None else params.seed,
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             stops=StopAutomaton(params.stop) if params.stop else None,
             stop_token_ids=stop_token_ids,
             bad_words_token_ids=bad_words_token_ids,
-            max_total_tokens=self._max_total_tokens(prompt_field(prompt), len(token_ids), params.max_tokens, max_output_tokens),
+            max_total_tokens=max_total_tokens,
             arrival_time=arrival_time,
             priority=priority,
             cache_salt=cache_salt,

@@ -48,6 +48,23 @@ def test_text_token_ids_and_defaults() -> None:
         source.seed = 4  # type: ignore[misc]
 
 
+def seeds_of(made: InputProcessor, *params: SamplingParams) -> list[int]:
+    return [made.process("r", TokensPrompt([5]), p).seed for p in params]
+
+
+def test_unseeded_requests_draw_their_seeds_from_the_engines_by_order_of_arrival() -> None:
+    unseeded, seeded = SamplingParams(), SamplingParams(seed=7)
+    first, second = processor(seed=42), processor(seed=42)
+    a = seeds_of(first, unseeded, unseeded, unseeded)
+    refuse(TokensPrompt([5] * 300), "prompt_token_ids", second)
+    refuse(TokensPrompt([5]), "max_tokens", second, SamplingParams(max_tokens=300))
+    b, seven, *rest = seeds_of(second, unseeded, seeded, unseeded, unseeded)
+    assert ([b, *rest], seven) == (a, 7), "neither those with a seed of their own nor refused ones take one"
+    assert len({*a, *seeds_of(processor(seed=43), unseeded, unseeded)}) == 5
+    assert all(0 <= seed < 2**63 for seed in a)
+    assert len({*seeds_of(processor(), unseeded, unseeded), *seeds_of(processor(), unseeded)}) == 3
+
+
 @pytest.mark.parametrize(
     ("prompt", "field"),
     [

@@ -43,7 +43,6 @@ class PagedRunner:
             quantization=self.quantization,
             repack=self.repack,
             num_threads=1,
-            seed=0,
         )
         self.model = load_model(checkpoint, config, get_ops(self.device))
         self.torch_device = torch.device("cuda" if self.device == "cuda" else "cpu")

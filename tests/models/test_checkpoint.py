@@ -28,7 +28,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def load(model: str | None, **changes: Any) -> Any:
-    config = {"device": "cpu", "dtype": "float32", "quantization": None, "num_threads": 1, "seed": 0} | changes
+    config = {"device": "cpu", "dtype": "float32", "quantization": None, "num_threads": 1} | changes
     return load_model(open_checkpoint(model), LoadConfig(**config), get_ops("cpu"))
 
 

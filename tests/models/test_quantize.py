@@ -198,7 +198,7 @@ def test_threads_change_nothing(tiny_llama: Path) -> None:
     before = torch.get_num_threads()
     checkpoint, weights = open_checkpoint(str(tiny_llama)), load_file(tiny_llama / WEIGHTS)
     for num_threads in (1, 3):
-        config = LoadConfig(device="cpu", dtype="float32", quantization="int8", num_threads=num_threads, seed=0)
+        config = LoadConfig(device="cpu", dtype="float32", quantization="int8", num_threads=num_threads)
         model: Any = load_model(checkpoint, config, get_ops("cpu"))
         for index, layer in enumerate(model.layers):
             down = weights[f"model.layers.{index}.mlp.down_proj.weight"]

@@ -52,7 +52,7 @@ def load(folder: Path, device: Any = "cpu", scheme: str | None = "") -> None:
     """scheme: of the weights; "": the folder's; None: dequantised."""
     checkpoint = open_checkpoint(str(folder))
     scheme = checkpoint.arch.quantization if scheme == "" else scheme
-    config = LoadConfig(device=device, dtype="float32", quantization=scheme, num_threads=1, seed=0)
+    config = LoadConfig(device=device, dtype="float32", quantization=scheme, num_threads=1)
     load_model(checkpoint, config, get_ops(device))
 
 
