@@ -88,7 +88,7 @@ class SamplingParams:
     presence_penalty: float = 0.0  # [-2, 2], on tokens generated so far
     frequency_penalty: float = 0.0  # [-2, 2], on tokens generated so far
     repetition_penalty: float = 1.0  # [1e-6, 1e6], on prompt and generated tokens; beyond it logits leave fp32
-    seed: int | None = None  # choice i of n draws as a single run with seed + i would
+    seed: int | None = None  # choice i of n draws as a single run with seed + i would; -1: none, as with vLLM
     stop: Sequence[str] | str = ()
     stop_token_ids: Sequence[int] = ()
     min_tokens: int = 0  # end-of-sequence and stop ids are masked until then
@@ -112,6 +112,8 @@ class SamplingParams:
             if getattr(self, name) is None:
                 object.__setattr__(self, name, empty)
         self._check_numbers()
+        if self.seed == -1:
+            object.__setattr__(self, "seed", None)
         for name in _FLAGS:
             _require(isinstance(getattr(self, name), bool), name, f"must be true or false, got {_shown(getattr(self, name))}")
         kind = f"must be a RequestOutputKind, got {_shown(self.output_kind)}"

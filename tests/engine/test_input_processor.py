@@ -48,6 +48,12 @@ def test_text_token_ids_and_defaults() -> None:
         source.seed = 4  # type: ignore[misc]
 
 
+def test_seed_minus_one_is_none() -> None:
+    """As with vLLM, whose clients send it for "any": two such requests draw different tokens."""
+    assert SamplingParams(seed=-1) == SamplingParams()
+    assert SamplingParams(seed=-2).seed == -2
+
+
 def seeds_of(made: InputProcessor, *params: SamplingParams) -> list[int]:
     return [made.process("r", TokensPrompt([5]), p).seed for p in params]
 
