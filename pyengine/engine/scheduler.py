@@ -95,7 +95,11 @@ class Scheduler:
                 self.block_manager.stop_caching(request.block_table)
 
     def preempt_requests(self, request_ids: Iterable[str]) -> None:
-        """Preempt running requests at the start of the next step, except those that are protected then."""
+        """Preempt running requests at the start of the next step, except those that are protected then.
+
+        Nothing here calls it: tests do, to have a certain request preempted at a moment of their choice, which scarce memory
+        alone, with its rules of who makes way, rarely or never brings about.
+        """
         self._to_preempt.update(request_ids)
 
     def stats(self) -> SchedulerStats:
