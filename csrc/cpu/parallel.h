@@ -1,7 +1,9 @@
-// parallel_for for kernel sources: a call per instruction set, so that no template code is shared between them.
+// What kernel sources need of threads: parallel_for, with a call per instruction set, so that no template code is shared
+// between them, and memory for tiles.
 #pragma once
 #include <type_traits>
 
+#include "scratch.h"
 #include "thread_pool.h"
 
 namespace pyengine::cpu {

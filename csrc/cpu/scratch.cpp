@@ -1,4 +1,5 @@
-// Buffers that belong to a thread and grow with what is asked of them.
+#include "scratch.h"
+
 #include <cstdlib>
 #include <new>
 

@@ -61,10 +61,4 @@ constexpr int kMaxThreads = 1024;
 void set_num_threads(int num_threads);
 int get_num_threads();
 
-// `bytes` of the calling thread's own memory, aligned to 64 bytes, contents undefined. Valid until the thread's next call, so a
-// kernel takes all it needs in a tile at once. Throws std::bad_alloc.
-void* thread_scratch(size_t bytes);
-// A second such buffer, for what a caller shares with its tiles: `thread_scratch` leaves it alone.
-void* shared_scratch(size_t bytes);
-
 }  // namespace pyengine::cpu
