@@ -10,22 +10,32 @@ namespace {
 
 class Scratch {
  public:
-  ~Scratch() { std::free(data_); }
+  // `shared`: other threads' tiles may still read memory that the owner is done with.
+  explicit constexpr Scratch(bool shared) : shared_(shared) {}
+  ~Scratch() { release(); }
 
-  // `shared`: other threads' tiles may still read the old memory.
-  void* reserve(size_t bytes, bool shared) {
+  void* reserve(size_t bytes) {
     if (size_ < bytes) {
-      if (shared) wait_for_late_workers();
+      release();
       const size_t size = (bytes + 4095) / 4096 * 4096;
-      std::free(data_);
       data_ = std::aligned_alloc(64, size);
-      size_ = data_ != nullptr ? size : 0;
       if (data_ == nullptr) throw std::bad_alloc();
+      size_ = size;
     }
     return data_;
   }
 
  private:
+  // Also at the thread's end, the process's included: the pool is never destroyed.
+  void release() {
+    if (data_ == nullptr) return;
+    if (shared_) wait_for_late_workers();
+    std::free(data_);
+    data_ = nullptr;
+    size_ = 0;
+  }
+
+  const bool shared_;
   void* data_ = nullptr;
   size_t size_ = 0;
 };
@@ -33,13 +43,13 @@ class Scratch {
 }  // namespace
 
 void* thread_scratch(size_t bytes) {
-  thread_local Scratch scratch;
-  return scratch.reserve(bytes, false);
+  thread_local Scratch scratch(false);
+  return scratch.reserve(bytes);
 }
 
 void* shared_scratch(size_t bytes) {
-  thread_local Scratch scratch;
-  return scratch.reserve(bytes, true);
+  thread_local Scratch scratch(true);
+  return scratch.reserve(bytes);
 }
 
 }  // namespace pyengine::cpu

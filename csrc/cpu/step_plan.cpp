@@ -207,7 +207,8 @@ void StepPlan::run(const StepInputs& inputs, std::vector<double>* seconds) const
   if (seconds != nullptr) seconds->assign(ops_.size(), 0.0);
   const StepInputs& rows = inputs.rows();
   const size_t end = rows.num_tokens > 0 || !has_logits_rows() ? ops_.size() : first_row_op_;
-  const TakeOverScope scope;  // all that the kernels read outlives the plan, whose owner waits for late workers
+  // What kernels read outlives late workers: the plan's owner waits for them before it frees tensors, shared_scratch by itself.
+  const TakeOverScope scope;
   for (size_t i = 0; i < end; i++) {
     const double start = seconds != nullptr ? now_seconds() : 0.0;
     check_launch(ops_[i].name, ops_[i].run(i < first_row_op_ ? inputs : rows));

@@ -140,6 +140,7 @@ class Pool {
 
   void worker_loop(uint32_t epoch, int thread) {
     owners_[thread].place.start();
+    inside_tile = true;  // for good: what ends with the thread must not wait for the turn of who joins it
     const auto has_work = [&] { return epoch_.load(std::memory_order_acquire) != epoch; };
     for (;;) {
       if (!spin_ || !spin_until(kSpinNanoseconds, has_work)) {
@@ -150,7 +151,6 @@ class Pool {
       epoch = epoch_.load(std::memory_order_acquire);
       if (stop_.load()) return;
       owners_[thread].seen.store(epoch, std::memory_order_relaxed);
-      const InsideTile mark;
       work(epoch, thread);
     }
   }

@@ -174,6 +174,30 @@ void late_workers_are_waited_for(int rounds) {
   }
 }
 
+// What tiles share is not freed with its thread while a late worker may read it.
+void shared_memory_outlives_its_thread(int rounds) {
+  constexpr int kInts = 1 << 18;  // so many that free gives them back to the system
+  std::atomic<int> inside{0};
+  for (int round = 0; round < rounds; round++) {
+    std::thread([&inside] {
+      const TakeOverScope scope;
+      int* shared = static_cast<int*>(shared_scratch(kInts * sizeof(int)));
+      shared[kInts - 1] = 1;
+      std::atomic<int>* counter = &inside;
+      const volatile int* last = shared + kInts - 1;
+      const std::thread::id caller = std::this_thread::get_id();
+      parallel_for_restartable(8, [counter, last, caller](int64_t, TileGuard& guard) {
+        (*counter)++;
+        if (std::this_thread::get_id() != caller) usleep(2000);
+        CHECK(*last == 1);
+        if (guard.begin_write()) guard.end_write();
+        (*counter)--;
+      });
+    }).join();
+    CHECK(inside == 0);
+  }
+}
+
 void errors_of_restartable_tiles_reach_the_caller() {
   const TakeOverScope scope;
   for (int round = 0; round < 20; round++) {
@@ -298,6 +322,7 @@ int main(int argc, char** argv) {
     stalled_tiles_are_taken_over(30, true);
     stalled_tiles_are_taken_over(10, false);
     late_workers_are_waited_for(5);
+    shared_memory_outlives_its_thread(5);
     errors_of_restartable_tiles_reach_the_caller();
   }
   callers_lend_their_core();

@@ -13,7 +13,7 @@ from planting import plant
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-_POOL, _PLACE = "thread_pool.cpp", "worker_place.h"
+_POOL, _PLACE, _SCRATCH = "thread_pool.cpp", "worker_place.h", "scratch.cpp"
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,8 @@ MUTANTS = [
         "return owner_->load() != 0 || owner_->compare_exchange_strong(expected, ",
     ),
     Mutant("late workers are not waited for", _POOL, "== kTaken) sched_yield();", "== kWriting) sched_yield();"),
+    Mutant("what tiles share is freed with its thread", _SCRATCH, "if (shared_) wait_for_late_workers();", ""),
+    Mutant("a worker's end waits for who joins it", _POOL, "inside_tile = true;  // for good", "// for good"),
 ]
 
 
