@@ -29,7 +29,7 @@ constexpr int64_t kSpinNanoseconds = 50'000;
 constexpr int64_t kShortestPatience = 10'000;  // nanoseconds that a worker is late before its tile is taken over
 constexpr int64_t kLook = 10'000;              // nanoseconds in which a worker that has a core gets older
 constexpr int64_t kLongestNap = 500'000;       // nanoseconds between looks, for a worker may lose its core later
-constexpr uint32_t kAbsentJobs = 8;            // after so many without it, a worker waits for a core
+constexpr uint32_t kAbsentJobs = 8;            // a worker that came to none of so many that woke all waits for a core
 constexpr int64_t kMaxTiles = INT64_C(1) << 30;
 
 enum State : uint64_t { kIdle = 0, kComputing = 1, kWriting = 2, kTaken = 3 };
@@ -91,9 +91,10 @@ class Pool {
     const int64_t own_tiles = run_own_tiles(call, static_cast<uint32_t>(num_tiles));
     const int64_t tile_time = own_tiles > 0 ? (now_nanoseconds() - start) / own_tiles : kSpinNanoseconds;
     const bool take_over = call.fn == nullptr && may_take_over;
+    const bool all_woken = num_tiles >= num_threads();  // else those who do not come may be asleep
     for (int t = 1; t < num_threads(); t++) {
       Owner& owner = owners_[t];
-      if (spin_ && epoch - owner.seen.load(std::memory_order_relaxed) >= kAbsentJobs) owner.place.keep_away(allowed_);
+      if (spin_ && all_woken && owner.is_absent()) owner.place.keep_away(allowed_);
       if (take_over) {
         join_or_take_over(&owner, epoch, call, 2 * tile_time);
       } else {
@@ -116,7 +117,23 @@ class Pool {
   struct alignas(64) Owner {
     std::atomic<uint64_t> word{0};
     std::atomic<uint32_t> seen{0};  // the last epoch that the worker was there for
+
+    // What follows is the caller's.
+    alignas(64) uint32_t last_seen = 0;
+    uint32_t absent_jobs = 0;  // that woke the worker, since `seen` was last_seen
     WorkerPlace place;
+
+    // Once for each job that woke the worker: whether it came to none of the last kAbsentJobs.
+    bool is_absent() {
+      const uint32_t now = seen.load(std::memory_order_relaxed);
+      if (now != last_seen) {
+        last_seen = now;
+        absent_jobs = 0;
+      } else if (absent_jobs < kAbsentJobs) {
+        absent_jobs++;
+      }
+      return absent_jobs == kAbsentJobs;
+    }
   };
 
   void start_workers() {

@@ -3,6 +3,7 @@
 #include "../../csrc/cpu/thread_pool.h"
 
 #include <sched.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -18,6 +19,26 @@
 #include "check.h"
 #define PE_ISA scalar
 #include "../../csrc/cpu/parallel.h"
+
+namespace {
+
+std::atomic<int> pretended_cpus{0};  // that the process may use; 0: those that it may
+std::atomic<int> moved_threads{0};   // while it pretends
+
+}  // namespace
+
+// In place of the C library's.
+extern "C" int sched_getaffinity(pid_t thread, size_t size, cpu_set_t* set) noexcept {
+  CPU_ZERO(set);  // the system call fills a part
+  if (pretended_cpus == 0) return syscall(SYS_sched_getaffinity, thread, size, set) < 0 ? -1 : 0;
+  for (int cpu = 0; cpu < pretended_cpus; cpu++) CPU_SET(cpu, set);
+  return 0;
+}
+extern "C" int sched_setaffinity(pid_t thread, size_t size, const cpu_set_t* set) noexcept {
+  if (pretended_cpus == 0) return static_cast<int>(syscall(SYS_sched_setaffinity, thread, size, set));
+  moved_threads++;
+  return 0;
+}
 
 namespace {
 
@@ -274,6 +295,26 @@ void callers_lend_their_core() {
   CHECK(sched_setaffinity(0, sizeof all, &all) == 0);
 }
 
+// Jobs of few tiles wake few threads: the others are asleep, not without a core. And one that has just been woken may not have
+// seen its job yet.
+void sleepers_stay_where_they_are() {
+  pretended_cpus = 16;
+  set_num_threads(16);
+  const TakeOverScope scope;  // no core is lent
+  const auto job = [](int64_t, TileGuard&) {};
+  for (int round = 0; round < 5; round++) {
+    for (int i = 0; i < 40; i++) {
+      parallel_for_restartable(2, job);
+      usleep(100);  // all are asleep again
+    }
+    parallel_for_restartable(16, job);
+  }
+  wait_for_late_workers();
+  CHECK(moved_threads == 0);
+  set_num_threads(1);
+  pretended_cpus = 0;
+}
+
 void bad_sizes_are_refused() {
   for (const int n : {0, -1, kMaxThreads + 1}) {
     bool caught = false;
@@ -326,6 +367,7 @@ int main(int argc, char** argv) {
     errors_of_restartable_tiles_reach_the_caller();
   }
   callers_lend_their_core();
+  sleepers_stay_where_they_are();
   resizing_under_load(200);
   bad_sizes_are_refused();
   set_num_threads(4);

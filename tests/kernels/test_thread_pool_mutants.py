@@ -46,6 +46,13 @@ MUTANTS = [
     Mutant("late workers are not waited for", _POOL, "== kTaken) sched_yield();", "== kWriting) sched_yield();"),
     Mutant("what tiles share is freed with its thread", _SCRATCH, "if (shared_) wait_for_late_workers();", ""),
     Mutant("a worker's end waits for who joins it", _POOL, "inside_tile = true;  // for good", "// for good"),
+    Mutant("threads that nobody woke are moved", _POOL, "num_tiles >= num_threads();", "num_tiles > 0;"),
+    Mutant(
+        "threads that have just been woken are moved",
+        _POOL,
+        "owner.is_absent()",
+        "epoch - owner.seen.load(std::memory_order_relaxed) >= kAbsentJobs",
+    ),
 ]
 
 
