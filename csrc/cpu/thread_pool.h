@@ -32,8 +32,10 @@ class TileGuard {
 // wrong number. So a tile
 // - gets a copy of the context (trivially copyable, at most kMaxContextBytes) and follows no pointer into the caller's stack;
 // - reads arrays whose memory outlives the late worker, and takes no index or address from what a later call may overwrite;
-// - writes only between begin_write() and end_write(), other than to its own thread's memory, and gives the same result when
-//   run again after a part of its writes.
+// - writes only between begin_write() and end_write(), other than to its own thread's memory;
+// - writes the same bytes when it is run again after a part of its writes, after all of them, or while another thread writes
+//   them. A worker that announced a tile may lose its core before it claims it: then another thread runs the tile, and the
+//   caller, who sees the announcement alone, runs it too.
 // Tiles are taken over only while the calling thread has a TakeOverScope, whose owner vouches for the memory.
 constexpr size_t kMaxContextBytes = 512;
 using RestartableTileFn = void (*)(const void* context, int64_t tile, TileGuard& guard);
@@ -52,7 +54,8 @@ class TakeOverScope {
 
 // Returns when no worker is late any more: memory that a TakeOverScope vouched for may be freed.
 void wait_for_late_workers();
-// Tiles that were taken over since the process began.
+// Tiles that callers ran because a worker had announced them and was late, since the process began. Some of these were another
+// worker's all the time: see above.
 int64_t num_taken_over();
 
 // Threads that take part, the caller's included. Waits for the running call. Throws std::invalid_argument below 1 or above
