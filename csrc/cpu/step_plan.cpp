@@ -70,7 +70,9 @@ const char* copy_rows(const CopyRowsParams& p) {
 
 [[noreturn]] void fail(const std::string& message) { fail_op("step plan", message); }
 
-// Launchers check the values of a step's inputs for each op; here it is done once.
+// Launchers check the values of all inputs for each op. Here, once a step, query_start_loc and seq_lens are checked, as work is
+// cut by them. Trusted are token ids (InputBatch.check_tokens in Python, and the sampler), and positions, slots and block
+// tables: prepare_step makes them from a sequence's own row, which the scheduler has given blocks for all its tokens.
 void check_batch(const StepInputs& inputs, const StepInputs& recorded) {
   if (inputs.num_tokens < 1 || inputs.num_tokens > recorded.num_tokens) {
     fail("has " + std::to_string(inputs.num_tokens) + " tokens, it was recorded for 1 to " +

@@ -65,7 +65,6 @@ class StepPlan {
   // plan or each other, or a kernel says that it cannot run.
   void run(const StepInputs& inputs, std::vector<double>* seconds = nullptr) const;
 
-  int32_t max_num_tokens() const { return recorded_.num_tokens; }
   int num_ops() const { return static_cast<int>(ops_.size()); }
   const char* op_name(int index) const { return ops_[index].name; }
 
