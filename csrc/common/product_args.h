@@ -12,6 +12,7 @@ void set_matrices(P* p, const TensorArg& out, const TensorArg& input) {
   input.expect_dense(1);
   p->num_tokens = input.size32(0, "num_tokens");
   p->in_features = input.size32(1, "in_features");
+  if (p->in_features == 0) input.fail("has no in_features");  // kernels divide by it
   p->out_features = out.size32(1, "out_features");
   out.expect_size(0, "num_tokens", p->num_tokens, "input");
   p->out = out.data();

@@ -56,7 +56,6 @@ W8A16LinearParams linear_params(const char* op, const Tensor& out, const Tensor&
   W8A16LinearParams p{};
   set_types(&p, out_arg, input_arg);
   set_matrices(&p, out_arg, input_arg);
-  if (p.in_features == 0) input_arg.fail("has no in_features");
   weight_arg.expect_same_device(input_arg);
   check_weight(weight_arg, factors_arg, p.in_features, "input");
   weight_arg.expect_size(0, "panels", columns_per_output * ceil_div(p.out_features, kW8A16Panel), "out");

@@ -277,9 +277,11 @@ CASES: list[tuple[str, str, Any, str]] = [
     ("linear", "input", torch.zeros(3, 25), "packed_weight has in_features 24, input has 25"),
     ("linear", "out", torch.zeros(3, 40), "packed_weight is [2, ., 16], out with 40 output features needs [3, ., 16]"),
     ("linear", "out", torch.zeros(3, 20).half(), "out is Half, input is Float"),
+    ("linear", "input", torch.zeros(3, 0), "input has no in_features"),
     ("linear", "bias", torch.zeros(32), "bias has out_features 32, out has 20"),
     ("linear", "bias", torch.zeros(20).half(), "bias is Half, input is Float"),
     ("gated_linear", "out", torch.zeros(3, 40), "packed_weight is [4, ., 16], out with 40 output features needs [6, ., 16]"),
+    ("gated_linear", "input", torch.zeros(3, 0), "input has no in_features"),
     ("gated_linear", "bias", torch.zeros(20), "bias has features of gate and up 20, out has 40"),
     ("gated_linear", "input", torch.zeros(3, 24).half(), "input is Half, it must be Float"),
     ("gated_linear", "activation", "gelu", "activation is 'gelu', it must be silu or gelu_tanh"),
@@ -297,8 +299,10 @@ CASES: list[tuple[str, str, Any, str]] = [
     ("quantized_linear", "out", torch.zeros(3, 40), "packed_weight has 2 panels, out with 40 output features needs 3"),
     ("quantized_linear", "out", torch.zeros(2, 20), "out has num_tokens 2, input has 3"),
     ("quantized_linear", "out", torch.zeros(3, 20).half(), "out is Half, input is Float"),
+    ("quantized_linear", "input", torch.zeros(3, 0), "input has no in_features"),
     ("quantized_linear", "bias", torch.zeros(32), "bias has out_features 32, out has 20"),
     ("quantized_gated_linear", "out", torch.zeros(3, 40), "packed_weight has 4 panels, out with 40 output features needs 6"),
+    ("quantized_gated_linear", "input", torch.zeros(3, 0), "input has no in_features"),
     ("quantized_gated_linear", "bias", torch.zeros(32), "bias has features of gate and up 32, out has 64"),
     ("quantized_gated_linear", "activation", "gelu", "activation is 'gelu', it must be silu or gelu_tanh"),
     ("pack_w8a16_weight", "weight", torch.zeros(40, 140).half(), "weight is Half, it must be Float"),
@@ -403,6 +407,29 @@ def test_scales_follow_the_cache_type() -> None:
     fp8 = {name: cache.to(torch.float8_e4m3fn) for name, cache in int8.items()}
     with pytest.raises(ValueError, match="v_scale has num_kv_heads 3, k_cache has 2"):
         attention(**fp8, k_scale=torch.ones(2), v_scale=torch.ones(3))
+
+
+#: Weights that fit an input without features: kernels plan by a row's length.
+FEATURELESS: dict[str, Args] = {
+    "linear": {"packed_weight": torch.zeros(2, 0, 16)},
+    "gated_linear": {"packed_weight": torch.zeros(4, 0, 16)},
+    "quantized_linear": {"packed_weight": uint8(2, 0, 544)},
+    "quantized_gated_linear": {"packed_weight": uint8(4, 0, 544)},
+    "w8a16_linear": {"packed_weight": torch.zeros(2, 0, 2048).char(), "factors": torch.zeros(2, 0, 64)},
+}
+
+
+@pytest.mark.parametrize("op", sorted(FEATURELESS))
+def test_products_of_nothing_are_refused(op: str) -> None:
+    args = valid_args()[op] | FEATURELESS[op] | {"input": torch.zeros(3, 0)}
+    with pytest.raises(ValueError, match=rf"^{op}: input has no in_features$"):
+        getattr(get_ops("cpu"), op)(**args)
+
+
+def test_int8_products_of_nothing_are_refused(ops: Ops) -> None:
+    codes, weight = torch.zeros(3, 0).char(), torch.zeros(16, 0).char()
+    with pytest.raises(ValueError, match=r"^int8_linear: input has no in_features$"):
+        ops.int8_linear(torch.zeros(3, 16), codes, torch.ones(3), weight, torch.ones(1))
 
 
 def test_empty_batches_are_nothing_to_do(ops: Ops) -> None:
