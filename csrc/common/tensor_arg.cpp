@@ -89,6 +89,9 @@ void TensorArg::expect_size(int dim, const char* what, int64_t expected, const c
 }
 
 void TensorArg::expect_dense(int first) const {
+  for (int64_t dim = first; dim < rank_; dim++) {
+    if (sizes_[dim] == 0) return;  // whatever its strides are
+  }
   int64_t expected = 1;
   for (int64_t dim = rank_ - 1; dim >= first; dim--) {
     if (sizes_[dim] != 1 && strides_[dim] != expected) {

@@ -41,7 +41,7 @@ class TensorArg {
   void expect_dtype(torch::headeronly::ScalarType expected) const;
   // Throws unless dimension `dim`, called `what`, has `expected` elements, as `other` has it.
   void expect_size(int dim, const char* what, int64_t expected, const char* other) const;
-  // Throws unless the dimensions from `first` on are dense: row-major without gaps.
+  // Throws unless the dimensions from `first` on are dense: row-major without gaps, or without elements.
   void expect_dense(int first) const;
   void expect_same_device(const TensorArg& other) const;
   void expect_on_cpu() const;

@@ -432,6 +432,14 @@ def test_int8_products_of_nothing_are_refused(ops: Ops) -> None:
         ops.int8_linear(torch.zeros(3, 16), codes, torch.ones(3), weight, torch.ones(1))
 
 
+def test_tensors_without_elements_are_dense(ops: Ops) -> None:
+    """Their strides are at least 1 even where a dense tensor's would be 0."""
+    ops.pack_linear_weight(torch.zeros(2, 0, 16), torch.zeros(32, 0))
+    scale = torch.ones(2)
+    ops.quantize_int8_rows(torch.zeros(2, 0).char(), scale, torch.zeros(2, 0))
+    assert scale.tolist() == [0, 0]
+
+
 def test_empty_batches_are_nothing_to_do(ops: Ops) -> None:
     ops.rms_norm(torch.empty(0, 40), torch.empty(0, 40), torch.ones(40), 1e-5)
     ops.silu_and_mul(torch.empty(0, 20), torch.empty(0, 40))
