@@ -6,6 +6,7 @@ namespace pyengine {
 
 // Scatters new keys and values to their slots: slot = block * block_size + offset, -1 skips the token.
 // With positions set, rotary embedding is applied first: to query in place, and to the key on its way to the cache.
+// INT8: one scale for each token and head, max |x| / 127; without a magnitude of 2^-100 or more, scale and codes are 0.
 struct ReshapeAndCacheParams {
   const void* key;              // [num_tokens, num_kv_heads, head_dim], dtype; token stride free, the rest dense
   const void* value;            // as key

@@ -160,8 +160,8 @@ struct CheckpointLinearParams {
   DType dtype;
 };
 
-// out = round(input / scale), to nearest even; scale = max |row| / 127. A row of zeros has scale 0 and zeros. A row with a NaN
-// or an infinity has a scale that is none, so that its products are NaN.
+// out = round(input / scale), to nearest even; scale = max |row| / 127. A row without a magnitude of 2^-100 or more counts as
+// zero: scale 0 and zeros. A row with a NaN or an infinity has a scale that is none, so that its products are NaN.
 struct QuantizeRowsParams {
   int8_t* out;        // [num_tokens, in_features]
   float* scale;       // [num_tokens]

@@ -192,6 +192,19 @@ def test_int8_rounds_to_even(backend: KernelBackend) -> None:
         assert cache[0, 0, 5, :6].tolist() == [127, 0, 2, 2, 0, -2]
 
 
+def test_int8_takes_tiny_rows_for_zeros(backend: KernelBackend) -> None:
+    """127 divided by the largest magnitude would be infinite."""
+    rows = torch.tensor([1e-38, 2.0**-101, 2.0**-100]).view(3, 1, 1).repeat(1, 1, 64)
+    k_cache = backend.key_cache(torch.ones(1, 1, 16, 64, dtype=INT8))
+    v_cache = torch.ones(1, 1, 16, 64, dtype=INT8)
+    scales = torch.ones(1, 1, 16), torch.ones(1, 1, 16)
+    backend.ops.reshape_and_cache(rows, rows, k_cache, v_cache, torch.tensor([5, 6, 7]), *scales)
+    for cache, scale in zip((k_cache, v_cache), scales, strict=True):
+        assert cache[0, 0, 5:8].unique(dim=1).tolist() == [[0], [0], [127]]
+        assert scale[0, 0, 5:7].tolist() == [0, 0]
+        assert_close(scale[0, 0, 7], torch.tensor(2.0**-100 / 127), 0, 1e-6)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_int8_shows_bad_values(backend: KernelBackend, bad: float) -> None:
     row = torch.randn(1, 1, 64)

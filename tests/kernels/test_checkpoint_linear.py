@@ -151,6 +151,15 @@ def test_quantize_int8_rows_rounds_to_even_and_shows_bad_rows(backend: KernelBac
     assert out.isnan().any(1).tolist() == [False, True, True, True, False]
 
 
+def test_quantize_int8_rows_takes_tiny_rows_for_zeros(backend: KernelBackend) -> None:
+    """127 divided by the largest magnitude would be infinite."""
+    x = torch.tensor([1e-38, 2.0**-101, 2.0**-100]).view(3, 1).repeat(1, 32)
+    codes, scale = quantized(backend, x)
+    assert codes.unique(dim=1).tolist() == [[0], [0], [127]]
+    assert scale[:2].tolist() == [0, 0]
+    assert_close(scale[2], torch.tensor(2.0**-100 / 127), 0, 1e-6)
+
+
 def test_no_rows(backend: KernelBackend) -> None:
     for op in OPS:
         weight = random_weight(op, 64, 16, dtype=BF16)

@@ -241,6 +241,7 @@ MUTANTS = [
         "while (count < kMostTokens &&",
         "cache_ops",
     ),
+    Mutant("tiny rows of INT8 not zero", _RESHAPE, "if (largest < 0x1p-100f) largest = 0.0f;", "", "cache_ops"),
     Mutant("INT8 truncated", _RESHAPE, "__builtin_rintf(code)", "__builtin_truncf(code)", "cache_ops"),
     Mutant("FP8 scale of another head", _RESHAPE, "side.scale[head] : 1.0f", "side.scale[0] : 1.0f", "cache_ops"),
     Mutant(

@@ -63,6 +63,7 @@ float quantize_int8(const T* x, int n, int8_t* out, int64_t stride) {
     if (!(magnitude <= largest)) largest = magnitude;  // a NaN enters here, and stays
     if (largest != largest) break;
   }
+  if (largest < 0x1p-100f) largest = 0.0f;
   const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
   for (int i = 0; i < n; i++) {
     const float code = to_float(x[i]) * inverse;

@@ -63,6 +63,7 @@ PYENGINE_DEVICE void store_int8(const float (&x)[kMaxPieces][kWidth], int head_d
 #pragma unroll
   for (int i = 16; i > 0; i /= 2) largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, i));
   if (__ballot_sync(kFullWarp, has_nan)) largest = NAN;
+  if (largest < 0x1p-100f) largest = 0.0f;
   const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
   for (int n = 0; n < kMaxPieces; n++) {
     const int column = (n * 32 + lane) * kWidth;

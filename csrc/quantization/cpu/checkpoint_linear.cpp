@@ -152,6 +152,7 @@ const char* quantize_int8_rows(const QuantizeRowsParams& p) {
         if (!(x <= largest)) largest = x <= 3.402823466e38f ? x : NAN;  // NaN stays: nothing compares with it
         if (largest != largest) break;
       }
+      if (largest < 0x1p-100f) largest = 0.0f;
       p.scale[row] = largest / 127.0f;
       const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
       for (int k = 0; k < p.in_features; k++)

@@ -76,6 +76,7 @@ __global__ void __launch_bounds__(kQuantizeWarps * 32) quantize_int8_rows_kernel
   __syncthreads();
 #pragma unroll
   for (int w = 0; w < kQuantizeWarps; w++) largest = maxima[w] > largest || maxima[w] != maxima[w] ? maxima[w] : largest;
+  if (largest < 0x1p-100f) largest = 0.0f;
   if (threadIdx.x == 0) p.scale[blockIdx.x] = largest / 127.0f;
   const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;  // NaN: 0
   for (int i = threadIdx.x; i < p.in_features; i += blockDim.x)
