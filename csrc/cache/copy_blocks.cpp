@@ -17,6 +17,12 @@ int32_t check_mapping(const TensorArg& block_mapping) {
   return block_mapping.size32(0, "num_pairs");
 }
 
+// Whether two pools have bytes in common.
+bool overlap(const TensorArg& a, const TensorArg& b, int64_t block_bytes) {
+  const uintptr_t a_begin = reinterpret_cast<uintptr_t>(a.data()), b_begin = reinterpret_cast<uintptr_t>(b.data());
+  return a_begin < b_begin + b.size(0) * block_bytes && b_begin < a_begin + a.size(0) * block_bytes;
+}
+
 // pool [num_blocks, ...]; block_mapping [num_pairs, 2] on the pool's device: source, destination
 template <Target target>
 void copy_blocks(Tensor pool, const Tensor block_mapping) {
@@ -51,7 +57,9 @@ void swap_blocks(const Tensor src, Tensor dst, const Tensor block_mapping) {
   p.src = src_arg.data();
   p.dst = dst_arg.data();
   p.block_mapping = mapping_arg.data_as<int64_t>();
-  expect_block_mapping(mapping_arg, src_arg.size(0), dst_arg.size(0), p.src == p.dst);
+  const bool same_pool = p.src == p.dst;
+  if (!same_pool && overlap(src_arg, dst_arg, p.block_bytes)) dst_arg.fail("overlaps src, but starts at another address");
+  expect_block_mapping(mapping_arg, src_arg.size(0), dst_arg.size(0), same_pool);
   const TensorArg& device_arg = src_arg.on_cpu() ? dst_arg : src_arg;
   if (p.num_pairs > 0 && p.block_bytes > 0) PE_LAUNCH(swap_blocks, p, device_arg);
 }

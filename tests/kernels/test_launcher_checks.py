@@ -440,6 +440,19 @@ def test_tensors_without_elements_are_dense(ops: Ops) -> None:
     assert scale.tolist() == [0, 0]
 
 
+def test_swapped_pools_overlap_wholly_or_not_at_all(ops: Ops) -> None:
+    pool, mapping = torch.arange(6.0).repeat_interleave(8).view(6, 8), torch.tensor([[0, 2]])
+    for dst in (pool[2:], pool[1:2], pool.view(-1)[4:-4].view(5, 8)):
+        with pytest.raises(ValueError, match=r"^swap_blocks: dst overlaps src, but starts at another address$"):
+            ops.swap_blocks(pool[:4], dst, mapping)
+    with pytest.raises(ValueError, match=r"^swap_blocks: dst overlaps src, but starts at another address$"):
+        ops.swap_blocks(pool[3:], pool[:4], mapping)
+    assert pool[:, 0].tolist() == [0, 1, 2, 3, 4, 5]
+    ops.swap_blocks(pool[:3], pool[3:], mapping)
+    ops.swap_blocks(pool, pool[:5], torch.tensor([[1, 3]]))
+    assert pool[:, 0].tolist() == [0, 1, 2, 1, 4, 0]
+
+
 def test_empty_batches_are_nothing_to_do(ops: Ops) -> None:
     ops.rms_norm(torch.empty(0, 40), torch.empty(0, 40), torch.ones(40), 1e-5)
     ops.silu_and_mul(torch.empty(0, 20), torch.empty(0, 40))
