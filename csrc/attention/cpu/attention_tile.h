@@ -173,7 +173,7 @@ class TileRunner {
       for (int i = 0; i < panels; i++) {
         const int source = group + i < first ? first : group + i > last ? last : group + i;
         keys[i] = block.groups[source];
-        values[i] = block.value_groups[source];
+        if (few_) values[i] = block.value_groups[source];
       }
       for (int tile = first_tile; tile < end_tile; tile++) {
         const int row = row_tiles_.first_row(tile), count = row_tiles_.rows_of(tile);

@@ -36,11 +36,13 @@ struct KeyBlock {
   int begin, end;            // tokens of the block that are in use
   const T* groups[kGroups];  // keys [head_dim, 16], rows key_stride apart, of each 16 tokens that hold one in use
   int64_t key_stride;
+
+  // Of a view of the pages. What was widened lies where its caller put it.
   ValueRun<T> runs[kGroups];  // of [begin, end)
   int num_runs;
   int64_t value_stride;            // from a token's value to the next one's
   int64_t panel_stride;            // from 16 of a value's dimensions to the next 16
-  const T* value_groups[kGroups];  // the first value of each group in use, for fetching ahead; else null
+  const T* value_groups[kGroups];  // the first value of each group in use, for fetching ahead
   const T* next_keys[kGroups];     // for each group in use one to fetch while its values are read, or null
 };
 
@@ -104,13 +106,9 @@ class SequencePages {
       }
     }
     KeyBlock<float> block;
-    block.begin = begin, block.end = end, block.num_runs = 1;
-    block.key_stride = kPanel, block.value_stride = kPanel, block.panel_stride = kPanel * kKeyBlock;
-    for (int group = begin / kPanel; group * kPanel < end; group++) {
-      block.groups[group] = keys + group * group_size;
-      block.value_groups[group] = block.next_keys[group] = nullptr;
-    }
-    block.runs[0] = {values + begin * kPanel, begin, end - begin};
+    block.begin = begin, block.end = end;
+    block.key_stride = kPanel;
+    for (int group = begin / kPanel; group * kPanel < end; group++) block.groups[group] = keys + group * group_size;
     return block;
   }
 
