@@ -39,9 +39,10 @@ struct ActAndMulParams {
   DType dtype;
 };
 
-// out = input * weight^T + bias. Each output is summed over k = 0, 1, 2, ... in fp32, whatever the number of rows is.
+// out = input * weight^T + bias. Each output is summed in fp32 in one fixed order of k, whatever the number of rows is: k = 0,
+// 1, 2, ..., but two chains for each 32 with AMX and bf16.
 struct LinearParams {
-  void* out;           // [num_tokens, out_features], dtype
+  void* out;           // [num_tokens, out_features], out_dtype
   const void* input;   // [num_tokens, in_features], dtype
   const void* weight;  // packed: [ceil(out_features / 16), in_features, 16], weight_dtype, zero padded
   const void* bias;    // [out_features], dtype; or null
