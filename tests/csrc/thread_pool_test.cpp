@@ -24,6 +24,7 @@ namespace {
 
 std::atomic<int> pretended_cpus{0};  // that the process may use; 0: those that it may
 std::atomic<int> moved_threads{0};   // while it pretends
+std::atomic<long> pretended_age{0};  // nanoseconds that threads have had a core for, more at each look; 0: what they had
 
 }  // namespace
 
@@ -37,6 +38,12 @@ extern "C" int sched_getaffinity(pid_t thread, size_t size, cpu_set_t* set) noex
 extern "C" int sched_setaffinity(pid_t thread, size_t size, const cpu_set_t* set) noexcept {
   if (pretended_cpus == 0) return static_cast<int>(syscall(SYS_sched_setaffinity, thread, size, set));
   moved_threads++;
+  return 0;
+}
+extern "C" int clock_gettime(clockid_t clock, timespec* time) noexcept {
+  const bool is_of_a_thread = clock < 0;
+  if (!is_of_a_thread || pretended_age == 0) return static_cast<int>(syscall(SYS_clock_gettime, clock, time));
+  *time = {0, ++pretended_age};
   return 0;
 }
 
@@ -240,9 +247,9 @@ void errors_of_restartable_tiles_reach_the_caller() {
 
 // Where the worker of two threads ran one of two tiles, the caller the other.
 struct WorkerRun {
-  int cpu = -1;       // at the end of its tile
-  cpu_set_t allowed;  // then
-  bool is(int count, int with) const { return CPU_COUNT(&allowed) == count && CPU_ISSET(with, &allowed); }
+  cpu_set_t before;  // where it might run, until its caller waits for it
+  int cpu = -1;      // at the end of its tile
+  cpu_set_t after;   // then
 };
 
 template <class Work>
@@ -255,10 +262,11 @@ WorkerRun run_on_worker(const Work& work) {
       while (!claimed) sched_yield();
       return;
     }
+    CHECK(sched_getaffinity(0, sizeof run.before, &run.before) == 0);
     claimed = true;
     work();
     run.cpu = sched_getcpu();
-    CHECK(sched_getaffinity(0, sizeof run.allowed, &run.allowed) == 0);
+    CHECK(sched_getaffinity(0, sizeof run.after, &run.after) == 0);
   });
   return run;
 }
@@ -269,7 +277,7 @@ void compute_for(std::chrono::microseconds time) {
   }
 }
 
-// While the caller waits, a worker without a core gets the caller's, and is sent away from it again; one that computes stays.
+// While the caller waits, a worker without a core gets the caller's, and is sent away from it again.
 void callers_lend_their_core() {
   cpu_set_t all, first;
   CHECK(sched_getaffinity(0, sizeof all, &all) == 0);
@@ -283,22 +291,34 @@ void callers_lend_their_core() {
   CPU_ZERO(&first);
   CPU_SET(cpu, &first);
   CHECK(sched_setaffinity(0, sizeof first, &first) == 0);  // the caller's
-  int stayed = 0;
-  for (int round = 0; round < 20; round++) {
-    const WorkerRun asleep = run_on_worker([] { usleep(20000); });
-    CHECK(asleep.cpu == cpu && asleep.is(1, cpu));
-    const WorkerRun busy = run_on_worker([] { compute_for(std::chrono::microseconds(300)); });
-    CHECK(busy.is(1, cpu) || (CPU_COUNT(&busy.allowed) == cpus - 1 && !CPU_ISSET(cpu, &busy.allowed)));
-    stayed += round > 0 && !busy.is(1, cpu);  // or it lost its core indeed
+  for (int round = 0; round < 10; round++) {
+    const WorkerRun asleep = run_on_worker([] { usleep(100000); });
+    CHECK(asleep.cpu == cpu && CPU_EQUAL(&asleep.after, &first));
+    const WorkerRun next = run_on_worker([] {});
+    CHECK(CPU_COUNT(&next.before) == cpus - 1 && !CPU_ISSET(cpu, &next.before));
   }
-  CHECK(stayed > 0);
   CHECK(sched_setaffinity(0, sizeof all, &all) == 0);
+}
+
+// A worker that gets older has a core, and stays there however long the caller waits.
+void workers_that_compute_stay() {
+  pretended_cpus = 2;
+  pretended_age = 1;
+  moved_threads = 0;
+  set_num_threads(1);
+  set_num_threads(2);
+  for (int round = 0; round < 20; round++) run_on_worker([] { compute_for(std::chrono::milliseconds(1)); });
+  CHECK(moved_threads == 0);
+  set_num_threads(1);
+  pretended_age = 0;
+  pretended_cpus = 0;
 }
 
 // Jobs of few tiles wake few threads: the others are asleep, not without a core. And one that has just been woken may not have
 // seen its job yet.
 void sleepers_stay_where_they_are() {
   pretended_cpus = 16;
+  moved_threads = 0;
   set_num_threads(16);
   const TakeOverScope scope;  // no core is lent
   const auto job = [](int64_t, TileGuard&) {};
@@ -367,6 +387,7 @@ int main(int argc, char** argv) {
     errors_of_restartable_tiles_reach_the_caller();
   }
   callers_lend_their_core();
+  workers_that_compute_stay();
   sleepers_stay_where_they_are();
   resizing_under_load(200);
   bad_sizes_are_refused();
