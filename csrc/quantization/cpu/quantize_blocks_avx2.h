@@ -62,7 +62,7 @@ inline bool quantize_four_blocks(const T* x, Value* q, int64_t stride, RoundedBl
   // The bits of 2^-100 and of infinity.
   const __m128i small = _mm_cmpgt_epi32(_mm_set1_epi32(0x0d800000), bits),
                 huge = _mm_cmpgt_epi32(bits, _mm_set1_epi32(0x7f7fffff));
-  if (!_mm_testz_si128(_mm_or_si128(small, huge), _mm_set1_epi32(-1))) return false;
+  if (_mm_movemask_epi8(_mm_or_si128(small, huge)) != 0) return false;  // not testz, which SIMDe 0.7 has wrong
   const __m128 magnitude = _mm_castsi128_ps(bits);
   alignas(16) float inverse[kBlocksAtOnce];
   _mm_store_ps(blocks.scale, _mm_div_ps(magnitude, _mm_set1_ps(127.0f)));
